@@ -1,0 +1,41 @@
+"""``plan.yaml``: what was decided. Nothing in it is defaulted: two equal plans give the same program."""
+
+from __future__ import annotations
+
+from atoll.records import Record
+
+__all__ = ["Plan", "ReplicaPlan", "StagePlacement"]
+
+
+class StagePlacement(Record):
+    """Operators ``first`` to ``last`` (names, inclusive) run on ``worker``."""
+
+    first: str
+    last: str
+    worker: str
+    recompute: bool
+
+
+class ReplicaPlan(Record):
+    """One copy of the model: its stages in model order, and how many microbatches of each step it takes."""
+
+    stages: tuple[StagePlacement, ...]
+    microbatches: int
+
+
+class Plan(Record):
+    """``schedule`` and ``chunks`` (stages a worker) as in ``policies.schedules``. Rank r of a replica is the worker of
+    stage r (placement of the schedule gives the others). ``microbatch_samples`` x all microbatches = the global batch.
+    ``collective``: how replicas that are not all in one island sum gradients; inside an island the library does it
+    when ``native``."""
+
+    job: str
+    cluster: str
+    graph: str
+    schedule: str
+    chunks: int
+    microbatch_samples: int
+    replicas: tuple[ReplicaPlan, ...]
+    bucket_bytes: int
+    collective: str
+    native: bool

@@ -1,0 +1,155 @@
+"""Typed documents: frozen records, YAML or JSON in, one canonical JSON out, errors that name the place.
+
+Every record of Atoll is a subclass of ``Record``; quantities in it are the ``int`` subclasses of ``atoll.units``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from atoll.errors import DocumentError
+from atoll.units import Quantity
+
+__all__ = ["Record", "digest", "from_plain", "load", "parse", "save", "to_json", "to_plain", "to_yaml", "write_atomically"]
+
+R = TypeVar("R")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+    """Base of all documents and nouns: immutable, keyword-only, unknown fields refused."""
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Quantity):
+        return kind.parse(value)
+    raise NotImplementedError(f"no rule for {kind}")
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, int):
+        return int(value)
+    raise NotImplementedError(f"no rule for {type(value)}")
+
+
+def from_plain(value: Any, kind: type[R], *, source: str = "document") -> R:
+    """Return ``value`` (plain dictionaries and lists) as a record of type ``kind``.
+
+    Raises ``DocumentError`` naming ``source``, the path inside it, what was found and what is allowed.
+    """
+    try:
+        return msgspec.convert(value, kind, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise DocumentError(_explain(str(error), value, kind, source)) from None
+
+
+def _explain(message: str, value: Any, kind: type, source: str) -> str:
+    text, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    where = f"{source}: {path or 'top level'}"
+    unknown = re.match(r"Object contains unknown field `(.*)`", text)
+    if unknown:
+        allowed = _fields_at(kind, path)
+        near = difflib.get_close_matches(unknown.group(1), allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{where}: unknown field {unknown.group(1)!r}; {hint}allowed: {', '.join(allowed)}"
+    missing = re.match(r"Object missing required field `(.*)`", text)
+    if missing:
+        return f"{where}: field {missing.group(1)!r} is required"
+    return f"{where}: {text[0].lower() + text[1:]}"
+
+
+def _fields_at(kind: Any, path: str) -> list[str]:
+    """The field names allowed at ``path`` (as msgspec prints it) below ``kind``."""
+    for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
+        options = _unwrap(kind)
+        if part.startswith("["):
+            continue
+        for option in options:
+            if isinstance(option, type) and issubclass(option, msgspec.Struct) and part in option.__struct_fields__:
+                kind = get_type_hints(option)[part]
+                break
+    names: list[str] = []
+    for option in _unwrap(kind):
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            names.extend(option.__struct_encode_fields__)
+    return names
+
+
+def _unwrap(kind: Any) -> list[Any]:
+    """All concrete types inside unions, tuples, lists and dictionaries."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    inner = [argument for argument in get_args(kind) if argument is not Ellipsis]
+    return [kind] if not inner else [leaf for argument in inner for leaf in _unwrap(argument)]
+
+
+def parse(text: str | bytes, kind: type[R], *, source: str = "document") -> R:
+    """Return the YAML or JSON ``text`` as a record of type ``kind``; errors as in ``from_plain``."""
+    import yaml
+
+    try:
+        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # safe loader: no objects
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise DocumentError(f"{source}:{place} is not YAML: {getattr(error, 'problem', error)}") from None
+    if value is None:
+        raise DocumentError(f"{source}: the file is empty; expected fields: {', '.join(_fields_at(kind, ''))}")
+    return from_plain(value, kind, source=source)
+
+
+def load(path: str | os.PathLike[str], kind: type[R]) -> R:
+    """Read the document at ``path``. Raises ``DocumentError`` also when the file cannot be read."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse(text, kind, source=str(path))
+
+
+def to_plain(record: Any) -> Any:
+    return msgspec.to_builtins(record, enc_hook=_encode)
+
+
+def to_json(record: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces; equal records give equal bytes."""
+    return msgspec.json.encode(record, enc_hook=_encode, order="sorted")
+
+
+def to_yaml(record: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(to_plain(record), sort_keys=False, allow_unicode=True, width=120)
+
+
+def digest(record: Any) -> str:
+    """A short name for the content of a record (first 16 hex digits of SHA-256 of its canonical JSON)."""
+    return hashlib.sha256(to_json(record)).hexdigest()[:16]
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write via a temporary file, fsync and rename, so that a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def save(path: str | os.PathLike[str], record: Any) -> None:
+    """Write a record as YAML (``.yaml``) or canonical JSON (anything else), atomically."""
+    write_atomically(path, to_yaml(record) if str(path).endswith((".yaml", ".yml")) else to_json(record))

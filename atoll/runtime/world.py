@@ -1,0 +1,89 @@
+"""What a worker may touch: everything is passed in, nothing is global."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Batches", "Channel", "Pace", "StageModule", "Stop", "StoppedError"]
+
+
+class StoppedError(Exception):
+    """Raised out of every wait once the run is told to stop."""
+
+
+class Stop:
+    """One flag for all waits of a worker: whoever owns a wait looks at it, and it says why."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.reason = ""
+
+    def set(self, reason: str) -> None:
+        if not self.event.is_set():
+            self.reason = reason
+            self.event.set()
+
+    def check(self) -> None:
+        if self.event.is_set():
+            raise StoppedError(self.reason)
+
+
+class Channel(Protocol):
+    """Messages between this worker and its peers: ordered per pair, unbounded in number, cancellable.
+
+    ``label`` names the buffer; the receiver checks that it is the one expected and that dtype and shape were sent along.
+    """
+
+    def send(self, peer: str, label: str, tensors: Sequence[torch.Tensor]) -> int:
+        """Hand the tensors to the link; returns once the link has taken all bytes (a shaped link: at its rate; latency is
+        not waited for). The caller must not change the tensors before. Returns payload bytes. Raises ``StoppedError``."""
+        ...
+
+    def receive(self, peer: str, label: str) -> list[torch.Tensor]:
+        """The next message of ``peer``. Raises ``StoppedError``; ``WorkerLostError`` when the peer is gone."""
+        ...
+
+    def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
+        """Sum in place over ``group`` (all inside one island), by the library."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Pace(Protocol):
+    """Makes a device of another speed out of this one: called after an instruction with the CPU time it took."""
+
+    def __call__(self, started_ns: int, cpu_ns: int) -> None: ...
+
+
+class StageModule(Protocol):
+    """One stage, built alone: named tensors in, named tensors out; autograd inside.
+
+    ``parameters``: logical name -> leaf; the same Parameter object for two stages of one worker that share a weight.
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+
+    def start_deferring(self) -> list[object]:
+        """From here on weight gradients of matrix products are not computed but put into the list returned."""
+        ...
+
+    def run_deferred(self, deferred: list[object]) -> None:
+        """Compute the weight gradients of one microbatch that were put off, adding to ``.grad``."""
+        ...
+
+
+class Batches(Protocol):
+    """The data set as a worker sees it: a function of (split, step, sample)."""
+
+    def microbatch(self, split: str, step: int, first: int, samples: int) -> dict[str, torch.Tensor]:
+        """Model inputs by name (tokens, targets: int64, (samples, sequence)) for samples ``first``.. of the step."""
+        ...
