@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import msgspec
 
@@ -22,7 +22,15 @@ __all__ = ["Record", "digest", "from_plain", "load", "parse", "save", "to_json",
 R = TypeVar("R")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+class _RecordMeta(msgspec.StructMeta):
+    """msgspec applies ``kw_only`` to the fields of one class only; every record wants it."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+        return super().__new__(cls, name, bases, namespace, **{"kw_only": True, **options})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Record(msgspec.Struct, metaclass=_RecordMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all documents and nouns: immutable, keyword-only, unknown fields refused."""
 
 
