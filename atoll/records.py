@@ -30,6 +30,7 @@ class _RecordMeta(msgspec.StructMeta):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record(msgspec.Struct, metaclass=_RecordMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all documents and nouns: immutable, keyword-only, unknown fields refused."""
 

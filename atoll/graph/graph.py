@@ -9,7 +9,7 @@ operators); a stage is a half-open range of operators between two cuts.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from atoll.errors import GraphError
@@ -206,7 +206,7 @@ class GraphIndex:
 
     def edges(self, cuts: tuple[int, ...]) -> tuple[Edge, ...]:
         """The messages between the stages that ``cuts`` (0, ..., n) make; skip connections go straight to their users."""
-        stage_of = [stage for stage, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)) for _ in range(low, high)]
+        stage_of = [stage for stage, (low, high) in enumerate(pairwise(cuts)) for _ in range(low, high)]
         wanted: dict[tuple[int, int], dict[str, None]] = {}
         for index, operator in enumerate(self.graph.operators):
             for name in operator.inputs:

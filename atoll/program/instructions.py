@@ -24,7 +24,7 @@ from reads, writes and lanes (``program.dependencies``).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, dataclass_transform
 
 import msgspec
 
@@ -64,6 +64,7 @@ ACCUMULATED = frozenset({"gradient", "loss"})
 """Buffer kinds that several instructions of one worker add to; all others have one writer per step."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of the closed set. ``lane``, ``reads`` and ``writes`` are all the rest of the house knows of it."""
 

@@ -1,0 +1,34 @@
+# Everything a fresh machine needs: Python 3.11, git, make.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test lint bench gpu clean install
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: install
+	$(RUN)/atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
+
+lint: install
+	$(RUN)/ruff check atoll tests benchmarks
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+test: lint
+	$(RUN)/python -m pytest tests -m "not gpu"
+
+bench: install
+	$(RUN)/python benchmarks/all.py
+
+gpu: install
+	$(RUN)/python -m pytest tests -m gpu
+
+clean:
+	rm -rf build runs
