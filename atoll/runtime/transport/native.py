@@ -1,0 +1,278 @@
+"""Inside an island: ``torch.distributed`` (Gloo on hosts, NCCL between CUDA devices), never across islands.
+
+A process group is made only over the workers that meet in it, on the interface that routes to them; nothing is made
+global. Every message is a fixed block (its header) and then the raw tensors. The library's calls cannot be interrupted,
+so each runs on a thread of its own and the lane waits beside it, looking at the stop flag; a peer's messages are taken
+off the link as they come, as on the wire, so a Send never waits until the peer's program reaches its Receive.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atoll.errors import ProgramError, WorkerLostError, WorkplaceError
+from atoll.runtime.transport.frames import (
+    MAX_HEADER_BYTES, Header, Message, RefusedError, allocate, decode_header, encode_header, header_of,
+)
+from atoll.runtime.transport.wire import Inlet
+from atoll.runtime.world import Stop
+from atoll.units import format_duration
+
+__all__ = ["Native", "address_towards"]
+
+_BLOCK_BYTES = 512
+_PREFIX_BYTES = 8  # length of the header (4), whether the payload goes over NCCL (1), reserved
+_SLICE_S = 0.05
+_FOREVER = datetime.timedelta(days=30)  # the library must not judge who is dead: that is the head's task
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the interface that routes to ``host`` (the operating system is asked)."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket sends nothing: only the route is looked up
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WorkplaceError(f"there is no route from this machine to {host}: {error.strerror or error}") from None
+
+
+class _Caller:
+    """One thread for calls that cannot be interrupted; ``call`` gives up when the run stops, the thread may stay behind."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], list[Any], threading.Event] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            action, outcome, done = item
+            try:
+                action()
+            except Exception as error:  # handed to the lane that waits
+                outcome.append(error)
+            done.set()
+
+    def call(self, action: Callable[[], object], stop: Stop) -> None:
+        outcome: list[Exception] = []
+        done = threading.Event()
+        self._work.put((action, outcome, done))
+        while not done.wait(_SLICE_S):
+            stop.check()
+        if outcome:
+            raise outcome[0]
+
+    def finish(self) -> None:
+        self._work.put(None)
+
+
+class Native:
+    """The ``Channel`` inside one island. ``members``: its workers, in the order all of them agree on.
+
+    ``device``: where tensors live. Messages above ``max_message_bytes`` are refused. Use: ``open_store`` on the first
+    member, then ``connect`` on all. An island of one worker needs no ``Native``.
+    """
+
+    def __init__(self, name: str, members: Sequence[str], stop: Stop, *, device: torch.device, max_message_bytes: int,
+                 connect_ns: int) -> None:
+        self.name, self.members = name, tuple(members)
+        self._stop, self._device, self._limit = stop, device, max_message_bytes
+        self._timeout = datetime.timedelta(microseconds=connect_ns // 1000)
+        self._rank = self.members.index(name)
+        self._peers = [member for member in self.members if member != name]
+        self._inlets = {peer: Inlet(f"worker {name}", f"worker {peer}") for peer in self._peers}
+        self._sequences = dict.fromkeys(self._peers, 0)
+        self._callers: dict[str, _Caller] = {}
+        self._pumps: list[threading.Thread] = []
+        self._groups: dict[tuple[str, ...], Any] = {}
+        self._store: Any = None
+        self._host = ""
+        self._nccl = False
+
+    # -- coming together -----------------------------------------------------------------------------------------------
+
+    def open_store(self) -> int:
+        """Start the island's meeting place here (first member only); returns its port."""
+        self._store = dist.TCPStore("localhost", 0, None, True, self._timeout, wait_for_workers=False)
+        return int(self._store.port)
+
+    def connect(self, store_address: str, *, nccl: bool = False) -> None:
+        """Meet the others at ``store_address`` ("host:port"). ``nccl``: every member has a CUDA device of its own.
+
+        Raises ``WorkerLostError`` when they do not come in time.
+        """
+        host, _, port = store_address.rpartition(":")
+        self._host, self._nccl = address_towards(host.strip("[]")), nccl
+        try:
+            if self._store is None:
+                self._store = dist.TCPStore(host.strip("[]"), int(port), None, False, self._timeout)
+            self._all = self._gloo("island", self.members)
+        except RuntimeError as error:
+            raise WorkerLostError(f"worker {self.name} did not meet {', '.join(self._peers)} at {store_address} within "
+                                  f"{format_duration(self._timeout.total_seconds() * 1e9)}: {_first_line(error)}") from None
+        for peer in self._peers:
+            self._callers[peer] = _Caller(f"native-out:{peer}")
+            pump = threading.Thread(target=self._pump, args=(peer,), name=f"native-in:{peer}", daemon=True)
+            self._pumps.append(pump)
+            pump.start()
+        self._callers[""] = _Caller("native-collective")
+
+    def _gloo(self, name: str, group: Sequence[str]) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _FOREVER
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        store = dist.PrefixStore(f"gloo/{name}", self._store)
+        return dist.ProcessGroupGloo(store, list(group).index(self.name), len(group), options)
+
+    def _nccl_group(self, name: str, group: Sequence[str]) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        store = dist.PrefixStore(f"nccl/{name}", self._store)
+        return dist.ProcessGroupNCCL(store, list(group).index(self.name), len(group), options)
+
+    def _pair(self, source: str, target: str) -> Any:
+        """NCCL runs the operations of one group one after the other, so each direction has its own."""
+        key = ("pair", source, target)
+        if key not in self._groups:
+            self._groups[key] = self._nccl_group(f"{source}>{target}", (source, target))
+        return self._groups[key]
+
+    # -- Channel -------------------------------------------------------------------------------------------------------
+
+    def send(self, peer: str, label: str, tensors: Sequence[torch.Tensor]) -> int:
+        self._stop.check()
+        header = header_of(label, self._sequences[peer], tensors)
+        self._sequences[peer] += 1
+        fast = self._nccl and bool(tensors) and all(tensor.is_cuda for tensor in tensors)
+        try:
+            self._callers[peer].call(lambda: self._put(peer, header, tensors, fast), self._stop)
+        except RuntimeError as error:
+            raise WorkerLostError(f"worker {peer} is gone: {_first_line(error)}, while {self.name} sent {label}") from None
+        return header.payload_bytes
+
+    def receive(self, peer: str, label: str) -> list[torch.Tensor]:
+        return self._inlets[peer].take(label, self._stop)
+
+    def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
+        """Sum in place over ``group``; the same bits everywhere. Gloo: 2 (n-1)/n of the bytes each way, as a ring."""
+        strangers = [worker for worker in group if worker not in self.members]
+        if strangers or self.name not in group:
+            raise ProgramError(f"{self.name}: a native collective over {', '.join(group)} is not inside the island of "
+                               f"{', '.join(self.members)}")
+        if len(group) == 1:
+            return
+        try:
+            self._callers[""].call(lambda: self._sum(tuple(group), tensor), self._stop)
+        except RuntimeError as error:
+            raise WorkerLostError(f"a native all-reduce of {self.name} with {', '.join(w for w in group if w != self.name)} "
+                                  f"broke: one of them is gone ({_first_line(error)})") from None
+
+    def close(self) -> None:
+        """Say goodbye to every peer and wait for theirs; after a stop nothing is waited for."""
+        if self._stop.event.is_set() or not self._pumps:
+            return
+        farewell = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        for peer in self._peers:
+            try:
+                self._callers[peer].call(lambda peer=peer: self._post(peer, farewell), self._stop)  # type: ignore[misc]
+            except RuntimeError:
+                continue
+        for caller in self._callers.values():
+            caller.finish()
+        for pump in self._pumps:
+            pump.join(self._timeout.total_seconds())
+        self._pumps = []
+
+    # -- on the library's threads --------------------------------------------------------------------------------------
+
+    def _post(self, peer: str, tensor: torch.Tensor) -> None:
+        self._all.send([tensor], self.members.index(peer), 0).wait()
+
+    def _fetch(self, peer: str, tensor: torch.Tensor) -> None:
+        self._all.recv([tensor], self.members.index(peer), 0).wait()
+
+    def _put(self, peer: str, header: Header, tensors: Sequence[torch.Tensor], fast: bool) -> None:
+        for block in _blocks(header, fast):
+            self._post(peer, block)
+        if fast:
+            pair = self._pair(self.name, peer)
+            for tensor in tensors:
+                pair.send([tensor.detach().contiguous()], 1, 0).wait()
+            torch.cuda.current_stream(self._device).synchronize()
+            return
+        for tensor in tensors:
+            if tensor.numel():
+                self._post(peer, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+
+    def _pump(self, peer: str) -> None:
+        inlet = self._inlets[peer]
+        try:
+            while (message := self._take(peer)) is not None:
+                inlet.put(message)
+            inlet.end("it finished and sends no more")
+        except RefusedError as error:
+            inlet.end(f"its message was refused: {error}")
+        except RuntimeError as error:
+            inlet.end(f"the connection broke ({_first_line(error)})")
+
+    def _take(self, peer: str) -> Message | None:
+        block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+        self._fetch(peer, block)
+        data = block.numpy().tobytes()
+        length, fast = int.from_bytes(data[:4], "little"), bool(data[4])
+        if length == 0:
+            return None
+        if length > MAX_HEADER_BYTES:
+            raise RefusedError(f"a header of {length} bytes")
+        if length > _BLOCK_BYTES - _PREFIX_BYTES:
+            rest = torch.empty(length - (_BLOCK_BYTES - _PREFIX_BYTES), dtype=torch.uint8)
+            self._fetch(peer, rest)
+            data += rest.numpy().tobytes()
+        header = decode_header(data[_PREFIX_BYTES:_PREFIX_BYTES + length], self._limit)
+        if not fast:
+            tensors = allocate(header)
+            for tensor in tensors:
+                if tensor.numel():
+                    self._fetch(peer, tensor.view(-1).view(torch.uint8))
+            return Message(header=header, tensors=tensors)
+        with torch.cuda.device(self._device):
+            tensors = [tensor.to(self._device) for tensor in allocate(header)]
+            pair = self._pair(peer, self.name)
+            for tensor in tensors:
+                pair.recv([tensor], 0, 0).wait()
+            torch.cuda.current_stream(self._device).synchronize()
+        return Message(header=header, tensors=tensors)
+
+    def _sum(self, group: tuple[str, ...], tensor: torch.Tensor) -> None:
+        fast = self._nccl and tensor.is_cuda
+        key = ("nccl" if fast else "gloo", *group)
+        if key not in self._groups:
+            self._groups[key] = (self._nccl_group if fast else self._gloo)("sum/" + ",".join(group), group)
+        on_host = tensor if fast or not tensor.is_cuda else tensor.cpu()
+        self._groups[key].allreduce([on_host]).wait()
+        if fast:
+            torch.cuda.current_stream(self._device).synchronize()
+        elif on_host is not tensor:
+            tensor.copy_(on_host)
+
+
+def _blocks(header: Header, fast: bool) -> list[torch.Tensor]:
+    """The header as one block of fixed size, and a second one when it is longer than that."""
+    encoded = encode_header(header)
+    data = len(encoded).to_bytes(4, "little") + bytes([fast, 0, 0, 0]) + encoded
+    first = torch.frombuffer(bytearray(data[:_BLOCK_BYTES].ljust(_BLOCK_BYTES, b"\0")), dtype=torch.uint8)
+    rest = data[_BLOCK_BYTES:]
+    return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
