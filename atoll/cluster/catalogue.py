@@ -1,12 +1,13 @@
 """Known devices: what the vendor says they can do at most, and where that is written.
 
-Rates are dense (no structured sparsity), with float32 accumulation, at boost clock: what an instruction stream without
-gaps would reach. Consumer cards run float16 with float32 accumulation at half the rate of float16 accumulation; training
-accumulates in float32, so that half is listed. ``float32`` is true float32 (PyTorch's default); ``tfloat32`` what the matrix units
-do when allowed. A dtype without units of its own (bfloat16 on Volta and Turing) runs at the float32 rate.
+Rates are dense (no structured sparsity), with float32 accumulation, at boost clock: what a stream of instructions
+without gaps would reach. Consumer cards run float16 with float32 accumulation at half the rate of float16 accumulation;
+training accumulates in float32, so that half is listed. ``float32`` is true float32 (PyTorch's default); ``tfloat32`` is
+what the matrix units do when allowed. A dtype without units of its own (bfloat16 on Volta and Turing) runs at the
+float32 rate.
 
-``EFFICIENCY`` is where a guess begins: the fraction of the peak that the operators of a transformer reach, set per family
-from published model FLOP/s utilisation inside one machine; a profile of the machine replaces it. Prices are guesses too.
+Efficiency is where a guess begins: the fraction of the peak that the operators of a transformer reach, set per family
+from published model FLOP/s utilisation; a profile of the machine replaces it. Prices are guesses too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from atoll.units import Bandwidth, Bytes, Duration, FlopRate
 
 __all__ = ["DEVICES", "DTYPES", "PRICE_NOTE", "Entry", "entry", "find", "memory_rate", "peak", "resolve"]
 
-PRICE_NOTE = "prices per hour are guesses (US dollars, mid-2025 market places; a card or computer of your own: its wear)"
+PRICE_NOTE = "prices per hour are guesses (US dollars, market places in mid-2025; a computer of your own: its wear)"
 
 DTYPES = {
     "fp64": "float64", "fp32": "float32", "tf32": "tfloat32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8",
@@ -37,7 +38,7 @@ _CPU_LAUNCH_NS = 200_000
 
 
 class Entry(Record):
-    """One known device. ``teraflops``: by dtype, dense. ``memory_gib``, ``bandwidth_gb``: GiB, GB/s. ``watts``: board power.
+    """One known device. ``teraflops``: by dtype, dense. ``memory_gib`` (GiB), ``bandwidth_gb`` (GB/s), ``watts`` (board).
 
     ``launch_ns``: fixed cost of one instruction (a stage's pass: the host's work before the device is busy).
     ``price``: dollars per hour, a guess (``PRICE_NOTE``). ``source``: the vendor's paper that the figures are from.
@@ -60,14 +61,14 @@ def _rates(fp64: float, fp32: float, tf32: float, bf16: float, fp16: float) -> d
     return {dtype: rate for dtype, rate in named.items() if rate}
 
 
-def _gpu(rates: dict[str, float], memory: float, bandwidth: float, watts: float, efficiency: float, price: float,
-         source: str, *aliases: str) -> Entry:
+def _gpu(rates: dict[str, float], memory: float, bandwidth: float, watts: float, efficiency: float,
+         price: float, source: str, *aliases: str) -> Entry:
     return Entry(teraflops=rates, memory_gib=memory, bandwidth_gb=bandwidth, watts=watts, efficiency=efficiency,
                  price=price, source=source, aliases=aliases)
 
 
-# Efficiency by family, from published utilisation: A100 0.50-0.57 (Megatron-LM, 2021; selective recomputation, 2022), H100
-# 0.38-0.43 (Llama 3, 2024), V100 and cards without fast host links lower; MI300X below H100 in public comparisons.
+# Efficiency by family, from published utilisation: A100 0.50-0.57 (Megatron-LM, 2021; selective recomputation, 2022),
+# H100 0.38-0.43 (Llama 3, 2024), V100 and cards without fast host links lower; MI300X below H100 in comparisons.
 _EFFICIENCY = {"volta": 0.40, "turing": 0.35, "ampere": 0.50, "ada": 0.45, "hopper": 0.42, "blackwell": 0.38,
                "ampere-consumer": 0.55, "ada-consumer": 0.55, "blackwell-consumer": 0.50, "cdna2": 0.35, "cdna3": 0.32,
                "rdna3": 0.30, "apple": 0.55, "cpu": 0.60}
@@ -117,7 +118,7 @@ DEVICES: dict[str, Entry] = {
     "RTX-2080-Ti": _gpu(_rates(0.44, 14.2, 0, 14.2, 56.9), 11, 616, 260, _EFFICIENCY["turing"], 0.10,
                         "NVIDIA Turing white paper, table of GeForce RTX 2080 Ti"),
     "RTX-3060": _gpu(_rates(0.20, 12.7, 12.7, 25.5, 25.5), 12, 360, 170, _EFFICIENCY["ampere-consumer"], 0.07,
-                     "NVIDIA GA102 white paper ratios at 3584 cores x 1.777 GHz; GeForce RTX 3060 specification (12 GB)"),
+                     "GeForce RTX 3060 specification (12 GB): 3584 cores x 1.777 GHz; ratios of the GA102 white paper"),
     "RTX-3080": _gpu(_rates(0.47, 29.8, 29.8, 59.5, 59.5), 10, 760, 320, _EFFICIENCY["ampere-consumer"], 0.13,
                      "NVIDIA GA102 white paper, table of GeForce RTX 3080 (10 GB)"),
     "RTX-3090": _gpu(_rates(0.56, 35.6, 35.6, 71.2, 71.2), 24, 936, 350, _EFFICIENCY["ampere-consumer"], 0.20,
@@ -140,9 +141,10 @@ DEVICES: dict[str, Entry] = {
 }
 
 
-def _apple(teraflops: float, memory_gib: float, bandwidth_gb: float, watts: float, price: float, source: str) -> Entry:
-    """Apple GPUs run float16 and bfloat16 at the float32 rate and have no float64. Memory is shared with the CPU: three
-    quarters of the size named in ``source``, which is what Metal lets a process keep resident."""
+def _apple(teraflops: float, memory_gib: float, bandwidth_gb: float, watts: float, price: float,
+           source: str) -> Entry:
+    """Apple GPUs run float16 and bfloat16 at the float32 rate and have no float64. Memory is shared with the CPU:
+    three quarters of the size named in ``source``, which is what Metal lets a process keep resident."""
     return Entry(teraflops=_rates(0, teraflops, 0, teraflops, teraflops), memory_gib=memory_gib * 0.75,
                  bandwidth_gb=bandwidth_gb, watts=watts, efficiency=_EFFICIENCY["apple"], price=price, source=source)
 
@@ -155,7 +157,7 @@ DEVICES |= {
     "M1-Ultra": _apple(20.8, 128, 800, 110, 0.17, "Apple newsroom, M1 Ultra (2022): two M1 Max, 128 GB"),
     "M2": _apple(3.6, 24, 100, 22, 0.04, "Apple newsroom, M2 (2022): 3.6 teraflops, 10-core GPU, 24 GB"),
     "M2-Max": _apple(13.6, 96, 400, 65, 0.11, f"38-core GPU: {_CORES} (1.398 GHz); Apple: 400 GB/s, 96 GB"),
-    "M2-Ultra": _apple(27.2, 192, 800, 120, 0.21, "Apple newsroom, M2 Ultra (2023): 27.2 teraflops, 76-core GPU, 192 GB"),
+    "M2-Ultra": _apple(27.2, 192, 800, 120, 0.21, "Apple newsroom, M2 Ultra (2023): 27.2 teraflops, 192 GB"),
     "M3": _apple(3.6, 24, 100, 22, 0.05, f"10-core GPU: {_CORES} (1.398 GHz); Apple: 100 GB/s, 24 GB"),
     "M3-Max": _apple(14.3, 128, 400, 70, 0.14, f"40-core GPU: {_CORES} (1.398 GHz); Apple: 400 GB/s, 128 GB"),
     "M3-Ultra": _apple(28.6, 512, 819, 140, 0.35, f"80-core GPU: {_CORES} (1.398 GHz); Apple: 819 GB/s, 512 GB"),
@@ -165,7 +167,7 @@ DEVICES |= {
     "cpu-core": Entry(teraflops={"float64": 0.04, "float32": 0.08, "bfloat16": 0.02, "float16": 0.02}, memory_gib=4,
                       bandwidth_gb=10, watts=8, efficiency=_EFFICIENCY["cpu"], price=0.03, launch_ns=_CPU_LAUNCH_NS,
                       source="one x86 core with AVX2: 2 FMA x 8 lanes x 2 x 2.5 GHz (Intel optimization manual); 16-bit "
-                             "types are converted, about a quarter; memory and its rate: a share of a small server",
+                             "types are converted, about a quarter; memory and its rate: share of a small server",
                       aliases=("cpu", "core")),
 }
 
@@ -194,16 +196,16 @@ def entry(kind: str) -> Entry:
     by_plain = {_plain(known): known for known in DEVICES}
     matches = [by_plain[match] for match in difflib.get_close_matches(_plain(kind), by_plain, n=4, cutoff=0.4)]
     hint = f"did you mean {' or '.join(matches)}? " if matches else ""
-    raise ClusterError(f"device kind {kind!r} is not in the catalogue; {hint}known: {', '.join(DEVICES)}; or give flops, "
-                       "memory and memory_bandwidth yourself (atoll probe measures them)")
+    raise ClusterError(f"device kind {kind!r} is not in the catalogue; {hint}known: {', '.join(DEVICES)}; or give "
+                       "flops, memory and memory_bandwidth yourself (atoll probe measures them)")
 
 
 def resolve(device: Device) -> Device:
     """``device`` with every field filled: what the document gives, else the catalogue. ``speed`` and ``count`` stay as
     they are and nothing is multiplied by them. dtype names become ours ("bf16" -> "bfloat16").
 
-    A kind the catalogue does not know is accepted when flops, memory and memory_bandwidth are given; its missing figures
-    are then those of a CPU core. Raises ``ClusterError`` otherwise, and for an unknown dtype.
+    A kind the catalogue does not know is accepted when flops, memory and memory_bandwidth are given; its missing
+    figures are then those of a CPU core. Raises ``ClusterError`` otherwise, and for an unknown dtype.
     """
     given: dict[str, FlopRate] = {}
     for dtype, rate in device.flops.items():
@@ -218,7 +220,8 @@ def resolve(device: Device) -> Device:
         device,
         memory=Bytes(round(known.memory_gib * 2**30)) if device.memory is None else device.memory,
         flops={**listed, **given},
-        memory_bandwidth=Bandwidth(round(known.bandwidth_gb * _GB)) if device.memory_bandwidth is None else device.memory_bandwidth,
+        memory_bandwidth=(Bandwidth(round(known.bandwidth_gb * _GB)) if device.memory_bandwidth is None
+                          else device.memory_bandwidth),
         efficiency=known.efficiency if device.efficiency is None else device.efficiency,
         launch=Duration(known.launch_ns) if device.launch is None else device.launch,
         watts=known.watts if device.watts is None else device.watts,
@@ -227,8 +230,9 @@ def resolve(device: Device) -> Device:
 
 
 def peak(device: Device, dtype: str) -> int:
-    """FLOP/s that ``device`` reaches at most in ``dtype`` ("bfloat16" or "bf16"), its ``speed`` included, ``efficiency``
-    not. A 16-bit dtype that is not listed runs at the float32 rate. Raises ``ClusterError`` when it cannot be done."""
+    """FLOP/s that ``device`` reaches at most in ``dtype`` ("bfloat16" or "bf16"), its ``speed`` included,
+    ``efficiency`` not. A 16-bit dtype that is not listed runs at the float32 rate. Raises ``ClusterError`` when the
+    device cannot do it at all."""
     full = resolve(device)
     name = DTYPES.get(dtype)
     if name is None:
@@ -237,8 +241,8 @@ def peak(device: Device, dtype: str) -> int:
     if rate is None and name in ("bfloat16", "float16", "tfloat32"):
         rate = full.flops.get("float32")
     if rate is None:
-        raise ClusterError(f"device {device.kind} cannot compute in {name}; it can in {', '.join(full.flops)}: choose one of "
-                           f"these or add flops.{name} to the device")
+        raise ClusterError(f"device {device.kind} cannot compute in {name}; it can in {', '.join(full.flops)}: choose "
+                           f"one of these or add flops.{name} to the device")
     return round(rate * full.speed)
 
 

@@ -19,19 +19,19 @@ from atoll.cluster.validation import load_cluster, near, validate
 from atoll.errors import ClusterError
 from atoll.records import Record
 
-__all__ = ["LOCAL_BYTES_PER_S", "LOCAL_MESSAGE_NS", "MESSAGE_NS", "Network", "Path", "Worker", "load_cluster", "validate",
-           "workers"]
+__all__ = ["LOCAL_BYTES_PER_S", "LOCAL_MESSAGE_NS", "MESSAGE_NS", "Network", "Path", "Worker", "load_cluster",
+           "validate", "workers"]
 
 MESSAGE_NS = 100_000
 """Fixed cost of a message between machines, where none was measured (a gRPC call, framing, two thread wake-ups)."""
 LOCAL_MESSAGE_NS = 30_000
 """The same between two workers of one machine."""
 LOCAL_BYTES_PER_S = 10 * 10**9
-"""Hand-over inside one machine, where no link of the machine with itself says otherwise: one copy through host memory."""
+"""Hand-over inside one machine, where no link of the machine with itself says otherwise: a copy through host memory."""
 
 
 class Worker(Record):
-    """One process on one device. ``device`` has ``count`` 1 and is as the document gives it (see ``catalogue.resolve``)."""
+    """One process on one device. ``device``: ``count`` 1, else as in the document (see ``catalogue.resolve``)."""
 
     name: str
     machine: str
@@ -40,8 +40,9 @@ class Worker(Record):
 
 
 class Path(Record):
-    """The way of a message. ``segments``: in the order of travel (none inside one machine). ``latency_ns``: one way, from
-    the first byte sent to the first byte received on an idle road. ``message_ns``: fixed cost of every message besides."""
+    """The way of a message. ``segments``: in the order of travel (none inside one machine). ``latency_ns``: one way,
+    from the first byte sent to the first byte received on an idle road. ``message_ns``: fixed cost of every message
+    besides."""
 
     segments: tuple[str, ...]
     latency_ns: int
@@ -68,8 +69,8 @@ def _single(device: Device) -> Device:
 class Network:
     """Answers for one cluster; built once, then only read.
 
-    ``workers``: by name, in the order of the document. ``capacity``: bytes/s of each directed segment. ``latency_ns``: of
-    each directed segment; the latency of a path is their sum (an island's latency lies half on either port).
+    ``workers``: by name, in the order of the document. ``capacity``: bytes/s of each directed segment.
+    ``latency_ns``: of each directed segment; the latency of a path is their sum (an island's lies half on either port).
     ``local_bytes_per_s``: rate of a hand-over inside one machine.
     """
 
@@ -123,15 +124,15 @@ class Network:
         return self.worker(worker).island
 
     def path(self, source: str, target: str) -> Path:
-        """The way from worker ``source`` to worker ``target``. Raises ``ClusterError`` when their islands are not joined."""
+        """The way from worker ``source`` to worker ``target``. Raises ``ClusterError`` if their islands are not joined."""
         return self.machine_path(self.worker(source).machine, self.worker(target).machine)
 
     def machine_path(self, source: str, target: str) -> Path:
         """The way from machine to machine: the port, uplinks, links, uplinks, the port.
 
         A link between the two machines is taken before one between a machine and an island, and that before links
-        between islands; without a direct link, the sequence of links with the smallest latency. Inside one island a link
-        between two machines is a cable of their own and uses no ports.
+        between islands; without a direct link, the sequence of links with the smallest latency. Inside one island a
+        link between two machines is a cable of their own and uses no ports.
         """
         found = self._paths.get((source, target))
         if found is None:
@@ -162,16 +163,16 @@ class Network:
             found = _cheapest(self._links, self.latency_ns, {source, home}, {target, away}, set(self.cluster.islands))
             self._routes[source, target] = found
         if not found:
-            raise ClusterError(f"cluster {self.cluster.name}: no link joins island {home!r} (machine {source}) with island "
-                               f"{away!r} (machine {target}); add one to links: {{between: [{home}, {away}], bandwidth: ..., "
-                               "latency: ...}")
+            raise ClusterError(f"cluster {self.cluster.name}: no link joins island {home!r} (machine {source}) with "
+                               f"island {away!r} (machine {target}); add one to links: {{between: [{home}, {away}], "
+                               "bandwidth: ..., latency: ...}")
         return found
 
 
 def _cheapest(links: Mapping[tuple[str, str], str], latency_ns: Mapping[str, int], starts: set[str], ends: set[str],
               through: set[str]) -> tuple[str, ...]:
-    """The links from any of ``starts`` to any of ``ends`` with the smallest latency, then the fewest, then by name; only
-    nodes of ``through`` (islands: machines do not forward) may lie between. Empty when there is no way."""
+    """The links from any of ``starts`` to any of ``ends`` with the smallest latency, then the fewest, then by name;
+    only nodes of ``through`` (islands: machines do not forward) may lie between. Empty when there is no way."""
     queue: list[tuple[int, int, tuple[str, ...], str]] = [(0, 0, (), start) for start in sorted(starts)]
     done: set[str] = set()
     while queue:

@@ -28,7 +28,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read and validate ``cluster.yaml``. Raises ``DocumentError`` (not a cluster) or ``ClusterError`` (an impossible one)."""
+    """Read and validate ``cluster.yaml``. Raises ``DocumentError`` (no cluster) or ``ClusterError`` (an impossible one)."""
     cluster = records.load(path, Cluster)
     validate(cluster, source=str(path))
     return cluster
@@ -49,8 +49,8 @@ def problems(cluster: Cluster) -> Iterator[str]:
     yield from _links(cluster)
     yield from _segments(cluster)
     if cluster.emulation is not None and not 0 < cluster.emulation.cpu_share <= 64:
-        yield (f"emulation.cpu_share: found {cluster.emulation.cpu_share}, expected the number of cores that stand for a "
-               "device of speed 1.0, such as 0.5")
+        yield (f"emulation.cpu_share: found {cluster.emulation.cpu_share}, expected the number of cores that stand for "
+               "a device of speed 1.0, such as 0.5")
 
 
 def _islands(cluster: Cluster) -> Iterator[str]:
@@ -60,7 +60,8 @@ def _islands(cluster: Cluster) -> Iterator[str]:
         if not _NAME.fullmatch(name):
             yield f"islands.{name}: a name consists of letters, digits, '.', '_' and '-'; rename it"
         if island.bandwidth <= 0:
-            yield f"islands.{name}.bandwidth: found 0, nothing would ever arrive; write the measured rate, such as '1 Gbit/s'"
+            yield (f"islands.{name}.bandwidth: found 0, nothing would ever arrive; write the measured rate, such as "
+                   "'1 Gbit/s'")
 
 
 def _machine(cluster: Cluster, index: int, machine: Machine) -> Iterator[str]:
@@ -97,7 +98,7 @@ def _machine(cluster: Cluster, index: int, machine: Machine) -> Iterator[str]:
 
 
 def _names(cluster: Cluster) -> Iterator[str]:
-    seen: dict[str, str] = {name: "an island" for name in cluster.islands}
+    seen: dict[str, str] = dict.fromkeys(cluster.islands, "an island")
     for index, machine in enumerate(cluster.machines):
         if machine.name in seen:
             yield (f"machines[{index}].name: {machine.name!r} is already the name of {seen[machine.name]}; "
@@ -122,18 +123,18 @@ def _links(cluster: Cluster) -> Iterator[str]:
         first, second = link.between
         if first == second:
             if first in cluster.islands:
-                yield f"{place}.between: joins island {first!r} with itself; islands.{first}.bandwidth says how fast it is inside"
+                yield f"{place}.between: joins island {first!r} with itself; write islands.{first}.bandwidth instead"
         elif machines.get(first) == second or machines.get(second) == first:
-            yield f"{place}.between: joins {first!r} with {second!r}, its own island; give the island's bandwidth instead"
+            yield f"{place}.between: one of {first!r} and {second!r} is the other's island; give its bandwidth instead"
         pair = frozenset(link.between)
         if pair in seen:
-            yield f"{place}.between: {first!r} and {second!r} are already joined by links[{seen[pair]}]; keep one of the two"
+            yield f"{place}.between: {first!r} and {second!r} are already joined by links[{seen[pair]}]; keep one of them"
         seen.setdefault(pair, index)
         if link.bandwidth <= 0:
-            yield f"{place}.bandwidth: found 0, nothing would ever arrive; write the measured rate or leave the link out"
+            yield f"{place}.bandwidth: found 0, nothing would arrive; write the measured rate or leave the link out"
         if link.bandwidth_back is not None and link.bandwidth_back <= 0:
-            yield (f"{place}.bandwidth_back: found 0, no answer would ever arrive; write the measured rate or leave the "
-                   "field out")
+            yield (f"{place}.bandwidth_back: found 0, no answer would ever arrive; write the measured rate or leave "
+                   "the field out")
         if link.price_per_gb < 0:
             yield f"{place}.price_per_gb: found {link.price_per_gb}, expected 0 or more"
 
