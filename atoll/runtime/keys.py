@@ -1,6 +1,6 @@
 """Keys for one run: an authority made on the spot, and one bundle (key, certificate, authority) for each machine.
 
-Whoever holds a bundle may take part under the names in it, and nobody else may. The authority's own key is never
+Whoever holds a bundle may take part as a worker of that machine, and nobody else may. The authority's own key is never
 written: after ``make_run_keys`` returns, no further bundle can be made for the run. A bundle is a PEM file of mode
 0600; lines before the first block say in plain text whom it is for and where the head listens, so that a machine needs
 only its bundle to take part.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from atoll.errors import ClusterError, WorkplaceError
@@ -46,12 +46,11 @@ def bundle_path(folder: str | os.PathLike[str], machine: str) -> Path:
     return Path(folder) / f"{machine}.pem"
 
 
-def make_run_keys(folder: str | os.PathLike[str], machines: Mapping[str, Sequence[str]], *, head: str = "",
+def make_run_keys(folder: str | os.PathLike[str], machines: Iterable[str], *, head: str = "",
                   head_address: str = "") -> dict[str, Path]:
     """Write one bundle for each machine into ``folder`` and return their paths.
 
-    ``machines``: machine -> names of the workers that it may speak for (its own name is always among them).
-    EC P-256; valid from two days ago (clock skew) for sixty days. Raises ``ClusterError`` for a name that cannot stand
+    EC P-256, the machine's name as subject alternative name; valid from two days ago (clock skew) for sixty days. Raises ``ClusterError`` for a name that cannot stand
     in a certificate, ``WorkplaceError`` when the folder cannot be written.
     """
     from cryptography import x509
@@ -74,16 +73,14 @@ def make_run_keys(folder: str | os.PathLike[str], machines: Mapping[str, Sequenc
     authority = certify(authority_name, authority_key.public_key(),
                         [(x509.BasicConstraints(ca=True, path_length=0), True)])
     paths = {}
-    for machine, workers in machines.items():
-        names = list(dict.fromkeys((machine, *workers)))
-        for name in names:
-            if not _NAME.match(name):
-                raise ClusterError(f"machine {name!r}: a name that stands in a certificate has 1-63 letters, digits, "
-                                   "'-', '_' or '.', and begins and ends with a letter or digit; rename it in the cluster")
+    for machine in machines:
+        if not _NAME.match(machine):
+            raise ClusterError(f"machine {machine!r}: a name that stands in a certificate has 1-63 letters, digits, "
+                               "'-', '_' or '.', and begins and ends with a letter or digit; rename it in the cluster")
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = certify(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, machine)]), key.public_key(), [
             (x509.BasicConstraints(ca=False, path_length=None), True),
-            (x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), False)])
+            (x509.SubjectAlternativeName([x509.DNSName(machine)]), False)])
         private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
                                     serialization.NoEncryption())
         facts = f"Machine: {machine}\nHead: {head}\nHead-Address: {head_address}\n\n".encode()

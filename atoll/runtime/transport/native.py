@@ -12,7 +12,7 @@ import datetime
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,16 @@ import torch.distributed as dist
 
 from atoll.errors import ProgramError, WorkerLostError, WorkplaceError
 from atoll.runtime.transport.frames import (
-    MAX_HEADER_BYTES, Header, Message, RefusedError, allocate, decode_header, encode_header, header_of,
+    MAX_HEADER_BYTES,
+    Header,
+    Message,
+    RefusedError,
+    allocate,
+    decode_header,
+    encode_header,
+    header_of,
 )
-from atoll.runtime.transport.wire import Inlet
+from atoll.runtime.transport.wire import Inlet, who
 from atoll.runtime.world import Stop
 from atoll.units import format_duration
 
@@ -76,20 +83,22 @@ class _Caller:
 
 
 class Native:
-    """The ``Channel`` inside one island. ``members``: its workers, in the order all of them agree on.
+    """The ``Channel`` inside one island. ``members``: its workers, in the order all of them agree on; ``machines``:
+    worker -> machine.
 
     ``device``: where tensors live. Messages above ``max_message_bytes`` are refused. Use: ``open_store`` on the first
     member, then ``connect`` on all. An island of one worker needs no ``Native``.
     """
 
-    def __init__(self, name: str, members: Sequence[str], stop: Stop, *, device: torch.device, max_message_bytes: int,
+    def __init__(self, name: str, members: Sequence[str], machines: Mapping[str, str], stop: Stop, *, device: torch.device, max_message_bytes: int,
                  connect_ns: int) -> None:
         self.name, self.members = name, tuple(members)
+        self._names = {member: who(member, machines[member]) for member in members}
         self._stop, self._device, self._limit = stop, device, max_message_bytes
         self._timeout = datetime.timedelta(microseconds=connect_ns // 1000)
         self._rank = self.members.index(name)
         self._peers = [member for member in self.members if member != name]
-        self._inlets = {peer: Inlet(f"worker {name}", f"worker {peer}") for peer in self._peers}
+        self._inlets = {peer: Inlet(self._names[name], self._names[peer]) for peer in self._peers}
         self._sequences = dict.fromkeys(self._peers, 0)
         self._callers: dict[str, _Caller] = {}
         self._pumps: list[threading.Thread] = []
@@ -97,6 +106,9 @@ class Native:
         self._store: Any = None
         self._host = ""
         self._nccl = False
+
+    def _named(self, workers: Sequence[str]) -> str:
+        return ", ".join(self._names[worker] for worker in workers)
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -117,7 +129,7 @@ class Native:
                 self._store = dist.TCPStore(host.strip("[]"), int(port), None, False, self._timeout)
             self._all = self._gloo("island", self.members)
         except RuntimeError as error:
-            raise WorkerLostError(f"worker {self.name} did not meet {', '.join(self._peers)} at {store_address} within "
+            raise WorkerLostError(f"{self._names[self.name]} did not meet {self._named(self._peers)} at {store_address} within "
                                   f"{format_duration(self._timeout.total_seconds() * 1e9)}: {_first_line(error)}") from None
         for peer in self._peers:
             self._callers[peer] = _Caller(f"native-out:{peer}")
@@ -156,7 +168,8 @@ class Native:
         try:
             self._callers[peer].call(lambda: self._put(peer, header, tensors, fast), self._stop)
         except RuntimeError as error:
-            raise WorkerLostError(f"worker {peer} is gone: {_first_line(error)}, while {self.name} sent {label}") from None
+            raise WorkerLostError(f"{self._names[peer]} is gone: the connection broke ({_first_line(error)}), "
+                                  f"while {self._names[self.name]} sent {label}") from None
         return header.payload_bytes
 
     def receive(self, peer: str, label: str) -> list[torch.Tensor]:
@@ -173,7 +186,8 @@ class Native:
         try:
             self._callers[""].call(lambda: self._sum(tuple(group), tensor), self._stop)
         except RuntimeError as error:
-            raise WorkerLostError(f"a native all-reduce of {self.name} with {', '.join(w for w in group if w != self.name)} "
+            raise WorkerLostError(f"a native all-reduce of {self._names[self.name]} with "
+                                  f"{self._named([worker for worker in group if worker != self.name])} "
                                   f"broke: one of them is gone ({_first_line(error)})") from None
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ import grpc
 from atoll.errors import WorkplaceError
 from atoll.runtime.keys import Bundle
 
-__all__ = ["NAME_KEY", "Server", "claimed_worker", "dial", "metadata", "refuse", "reason_of", "serve", "wait_ready"]
+__all__ = ["NAME_KEY", "Server", "claimed_worker", "dial", "metadata", "reason_of", "refuse", "serve", "wait_ready"]
 
 NAME_KEY = "atoll-worker"
-"""Metadata of every call: the worker that calls; its certificate must contain the name."""
+"""Metadata of every call: the worker that calls; the certificate must be its machine's."""
 
 Server = grpc.Server
 
@@ -59,7 +59,7 @@ def serve(bundle: Bundle, bind: str, service: str, methods: Mapping[str, grpc.Rp
 
 
 def dial(bundle: Bundle, address: str, expected: str, *, max_message_bytes: int, keepalive_ns: int) -> grpc.Channel:
-    """A channel to the server at ``address``, which must prove to be ``expected`` (a machine's or worker's name)."""
+    """A channel to the server at ``address``, which must prove to be machine ``expected``."""
     credentials = grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
     options = [*_options(max_message_bytes, keepalive_ns), ("grpc.ssl_target_name_override", expected)]
     return grpc.secure_channel(address, credentials, options=options)
@@ -82,14 +82,17 @@ def wait_ready(channel: grpc.Channel, timeout_ns: int, check: Callable[[], None]
         ready.cancel()
 
 
-def claimed_worker(context: grpc.ServicerContext) -> str:
-    """The worker that calls, as its certificate confirms; the call is refused otherwise."""
-    name = dict(context.invocation_metadata()).get(NAME_KEY, "")
-    names = {value.decode(errors="replace") for value in context.auth_context().get("x509_subject_alternative_name", ())}
-    if name not in names:
-        refuse(context, grpc.StatusCode.PERMISSION_DENIED,
-               f"a caller says it is {str(name)[:64]!r}, but its certificate is for {', '.join(sorted(names))}")
-    return str(name)
+def claimed_worker(context: grpc.ServicerContext, machines: Mapping[str, str]) -> str:
+    """The worker that calls, as its certificate confirms; the call is refused otherwise. ``machines``: worker -> machine."""
+    name = str(dict(context.invocation_metadata()).get(NAME_KEY, ""))
+    proven = {value.decode(errors="replace") for value in context.auth_context().get("x509_subject_alternative_name", ())}
+    if name not in machines:
+        refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"a caller on machine {', '.join(sorted(proven))} says it is worker "
+               f"{name[:64]!r}; the workers of this run are {', '.join(machines)}")
+    if machines[name] not in proven:
+        refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"a caller says it is worker {name!r} of machine {machines[name]}, "
+               f"but its keys were made for machine {', '.join(sorted(proven))}")
+    return name
 
 
 def refuse(context: grpc.ServicerContext, code: grpc.StatusCode, sentence: str) -> NoReturn:
@@ -103,7 +106,8 @@ def reason_of(error: Any) -> str:
     if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS,
                 grpc.StatusCode.FAILED_PRECONDITION):
         return str(details)
-    return f"the connection broke ({code.name.lower().replace('_', ' ')}: {details.splitlines()[0] if details else 'no details'})"
+    first = details.splitlines()[0] if details else "no details"
+    return f"the connection broke ({code.name.lower().replace('_', ' ')}: {first})"
 
 
 def metadata(worker: str) -> Iterable[tuple[str, str]]:

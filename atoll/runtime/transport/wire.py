@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -70,7 +70,7 @@ class _Outlet:
     """What this worker sends to one peer: whole messages in, frames out (on the thread that gRPC takes them with)."""
 
     def __init__(self, me: str, peer: str) -> None:
-        self.me, self.peer = me, peer
+        self._me, self._peer = me, peer
         self.call: Any = None
         self._waiting: queue.SimpleQueue[tuple[Iterator[bytes], threading.Event] | None] = queue.SimpleQueue()
         self._sequence = 0
@@ -90,7 +90,7 @@ class _Outlet:
 
     def _check(self, label: str) -> None:
         if self._broken:
-            raise WorkerLostError(f"{self.peer} is gone: {self._broken}, while {self.me} sent {label}")
+            raise WorkerLostError(f"{self._peer} is gone: {self._broken}, while {self._me} sent {label}")
 
     def frames(self) -> Iterator[bytes]:
         while (item := self._waiting.get()) is not None:
@@ -120,9 +120,8 @@ class Wire:
         self._bundle, self._machines, self._stop = bundle, dict(machines), stop
         self._limit, self._keepalive_ns, self._connect_ns = max_message_bytes, keepalive_ns, connect_ns
         peers = [peer for peer in machines if peer != name]
-        me = who(name, machines[name])
-        self._inlets = {peer: Inlet(me, who(peer, machines[peer])) for peer in peers}
-        self._outlets = {peer: _Outlet(me, who(peer, machines[peer])) for peer in peers}
+        self._inlets = {peer: Inlet(self._who(name), self._who(peer)) for peer in peers}
+        self._outlets = {peer: _Outlet(self._who(name), self._who(peer)) for peer in peers}
         self._claimed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
@@ -134,6 +133,9 @@ class Wire:
             self._server, self.port = rpc.serve(bundle, bind, _SERVICE, methods, threads=2 * len(peers) + 4,
                                                 max_message_bytes=2 * FRAME_BYTES, keepalive_ns=keepalive_ns)
 
+    def _who(self, worker: str) -> str:
+        return who(worker, self._machines[worker])
+
     # -- the two calls, on the receiving and on the sending side -------------------------------------------------------
 
     def _push(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> bytes:
@@ -142,7 +144,7 @@ class Wire:
         try:
             self._feed(inlet, frames)
         except RefusedError as error:
-            sentence = f"{who(self.name, self._machines[self.name])} refused a message of {who(peer, self._machines[peer])}: {error}"
+            sentence = f"{self._who(self.name)} refused a message of {self._who(peer)}: {error}"
             inlet.end(sentence)
             rpc.refuse(context, grpc.StatusCode.INVALID_ARGUMENT, sentence)
         except Exception:  # gRPC ends the iterator with a bare exception when the caller is gone
@@ -157,9 +159,7 @@ class Wire:
         return outlet.frames()
 
     def _admit(self, method: str, context: grpc.ServicerContext) -> str:
-        peer = rpc.claimed_worker(context)
-        if peer not in self._inlets:
-            rpc.refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"worker {peer} is not a peer of {self.name} in this run")
+        peer = rpc.claimed_worker(context, {peer: self._machines[peer] for peer in self._inlets})
         with self._lock:
             fresh = (method, peer) not in self._claimed
             self._claimed.add((method, peer))
@@ -194,13 +194,14 @@ class Wire:
 
     def _dial(self, peer: str, address: str | None) -> None:
         if address is None:
-            raise WorkerLostError(f"{self._inlets[peer]._peer} and {self._inlets[peer]._me} have no address between them; "
+            raise WorkerLostError(f"{self._who(peer)} and {self._who(self.name)} have no address between them; "
                                   "give one of the two an address in the cluster")
-        channel = rpc.dial(self._bundle, address, peer, max_message_bytes=2 * FRAME_BYTES, keepalive_ns=self._keepalive_ns)
+        channel = rpc.dial(self._bundle, address, self._machines[peer], max_message_bytes=2 * FRAME_BYTES,
+                           keepalive_ns=self._keepalive_ns)
         self._channels[peer] = channel
         if not rpc.wait_ready(channel, self._connect_ns, self._stop.check):
             raise WorkerLostError(
-                f"{self._outlets[peer].me} cannot reach {self._outlets[peer].peer} at {address} within "
+                f"{self._who(self.name)} cannot reach {self._who(peer)} at {address} within "
                 f"{format_duration(self._connect_ns)}: nobody answers there, or not with this run's keys; check the "
                 "machine's address in the cluster and the firewall between the two")
 
@@ -233,7 +234,7 @@ class Wire:
             if outlet.pulled.wait(_SLICE_S):
                 return
             self._stop.check()
-        raise WorkerLostError(f"{outlet.peer} has no address and did not dial {outlet.me} within "
+        raise WorkerLostError(f"{self._who(peer)} has no address and did not dial {self._who(self.name)} within "
                               f"{format_duration(self._connect_ns)}")
 
     # -- Channel -------------------------------------------------------------------------------------------------------
@@ -256,7 +257,10 @@ class Wire:
             outlet.finish()
         stopped = self._stop.event.is_set()
         for call in calls:
-            _quietly(call.cancel if stopped else lambda call=call: call.result(timeout=self._connect_ns / 1e9))
+            if stopped:
+                call.cancel()
+            else:
+                self._await_end(call)
         for call in self._pulls:
             call.cancel()
         for channel in self._channels.values():
@@ -264,10 +268,9 @@ class Wire:
         if self._server is not None:
             self._server.stop(None if stopped else self._connect_ns / 1e9).wait(self._connect_ns / 1e9)
 
-
-def _quietly(action: Callable[[], object]) -> None:
-    """Closing goes on whatever became of the peer."""
-    try:
-        action()
-    except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-        return
+    def _await_end(self, call: Any) -> None:
+        """Closing goes on whatever became of the peer."""
+        try:
+            call.result(timeout=self._connect_ns / 1e9)
+        except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+            return
