@@ -9,6 +9,7 @@ __all__ = [
     "DataError",
     "DocumentError",
     "GraphError",
+    "InstructionError",
     "LabError",
     "PlanError",
     "ProgramError",
@@ -49,6 +50,10 @@ class PlanError(AtollError):
 
 class ProgramError(AtollError):
     """A program is not executable: deadlock, unmatched send, use before write. Names the culprit."""
+
+
+class InstructionError(AtollError):
+    """An instruction failed while it ran: names worker, step, instruction and lane."""
 
 
 class DataError(AtollError):

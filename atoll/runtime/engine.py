@@ -1,0 +1,239 @@
+"""The lane engine: executes a worker's instruction list, one thread a lane, in the order the dependency rule allows.
+
+The compute lane runs on the calling thread; the others have a thread each for the life of the engine. An instruction
+starts when the one before it on its lane and all it waits for on other lanes have ended. Cost beyond the kernels: about
+10 µs an instruction with lanes, 3 µs without.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from atoll.errors import AtollError, InstructionError
+from atoll.policies.optim.spec import learning_rate
+from atoll.program.instructions import COMPUTE, Buffer
+from atoll.program.program import Program
+from atoll.runtime.prepared import Prepared, prepare
+from atoll.runtime.worker_state import StepResult, StepState, World
+from atoll.runtime.world import StoppedError
+from atoll.trace.span import Span
+
+__all__ = ["Engine"]
+
+_POLL_S = 0.1
+_LEAVE_S = 5.0
+
+
+class Engine:
+    """Runs steps of programs over one ``World``. Use as a context manager, or ``close`` it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._prepared: dict[str, Prepared] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._step: _Step | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the lane threads."""
+        for lane in self._lanes.values():
+            lane.inbox.put(None)
+        self._lanes.clear()
+
+    def prepared(self, program: Program) -> Prepared:
+        """The worker's part of ``program``, worked out on first use."""
+        key = program.digest if program is not self.world.program else "world"
+        if key not in self._prepared:
+            self._prepared[key] = prepare(program, self.world.name)
+        return self._prepared[key]
+
+    def run_step(self, step: int, split: str = "train", program: Program | None = None) -> StepResult:
+        """Execute one step of ``program`` (default: the world's) and return when all its instructions have ended.
+
+        Raises ``StoppedError`` when the run was told to stop, ``WorkerLostError`` when a peer is gone, and
+        ``InstructionError`` (or the ``AtollError`` a kernel raised) naming worker, step and instruction when one failed; the
+        world's ``stop`` is then set, so that everything of this worker ends.
+        """
+        world = self.world
+        world.stop.check()
+        prepared = self.prepared(program or world.program)
+        running = _Step(world, prepared, step, split)
+        self._step = running
+        if prepared.alone:
+            running.run_alone()
+        else:
+            others = [lane for lane in prepared.order if lane != COMPUTE]
+            for lane in others:
+                self._lane(lane).inbox.put(running)
+            running.run_lane(COMPUTE)
+            running.join(len(prepared.order))
+        if running.error is not None:
+            raise running.error
+        return running.result()
+
+    def doing(self) -> dict[str, str]:
+        """What each lane executes or waits to execute right now, by lane ("compute": "2F3"); may be asked from any thread."""
+        running = self._step
+        if running is None:
+            return {}
+        return {lane: running.prepared.names[index] for lane, index in list(running.current.items())}
+
+    def _lane(self, lane: str) -> _Lane:
+        if lane not in self._lanes:
+            self._lanes[lane] = _Lane(self.world.name, lane)
+        return self._lanes[lane]
+
+
+class _Lane:
+    """One persistent thread that executes its lane of each step it is handed."""
+
+    def __init__(self, worker: str, lane: str) -> None:
+        self.inbox: SimpleQueue[_Step | None] = SimpleQueue()
+        self.lane = lane
+        threading.Thread(target=self._serve, name=f"{worker} {lane}", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (step := self.inbox.get()) is not None:
+            step.run_lane(self.lane)
+
+
+class _Step:
+    """One step while it runs: what has ended, which buffers are still to be read, the first error."""
+
+    def __init__(self, world: World, prepared: Prepared, step: int, split: str) -> None:
+        self.world, self.prepared, self.step = world, prepared, step
+        self.state = StepState(
+            world=world, step=step, split=split, samples=prepared.samples, first=prepared.first, in_place=prepared.in_place,
+            drain=self.drain, learning_rate=learning_rate(world.optimizer_spec, step, world.total_steps))
+        self.waits = list(prepared.waits)
+        self.readers = dict(prepared.readers)
+        self.spans: list[Span | None] = [None] * len(prepared.instructions)
+        self.current: dict[str, int] = {}
+        self.error: BaseException | None = None
+        self.ended_lanes = 0
+        lock = threading.Lock()
+        self.lock = lock
+        self.conditions = {lane: threading.Condition(lock) for lane in prepared.order}
+        self.ended = threading.Condition(lock)
+        self.read = threading.Condition(lock)
+        self.synchronize: Callable[[], None] | None = (
+            None if world.device.type == "cpu" else lambda: torch.accelerator.synchronize(world.device))
+
+    def run_alone(self) -> None:
+        """All lanes on this thread, in program order: with a single worker nothing would overlap."""
+        index = 0
+        try:
+            for index in range(len(self.prepared.instructions)):
+                self.current = {self.prepared.lanes[index]: index}
+                self._execute(index)
+                for buffer in self.prepared.reads[index]:
+                    self._count_reader(buffer)
+        except BaseException as error:
+            self._fail(error, index)
+        self.current = {}
+
+    def run_lane(self, lane: str) -> None:
+        """Execute the instructions of one lane in order, each once it may start."""
+        index = 0
+        try:
+            for index in self.prepared.order[lane]:
+                self.current[lane] = index
+                if self.waits[index]:
+                    with self.lock:
+                        self._wait(self.conditions[lane], lambda index=index: not self.waits[index])  # type: ignore[misc]
+                self._execute(index)
+                self._end(index)
+        except BaseException as error:
+            self._fail(error, index)
+        self.current.pop(lane, None)
+        with self.lock:
+            self.ended_lanes += 1
+            self.ended.notify_all()
+
+    def _wait(self, condition: threading.Condition, ready: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until ``ready``; looks at ``stop`` at least ten times a second."""
+        while not ready():
+            self.world.stop.check()
+            condition.wait(_POLL_S)
+
+    def _execute(self, index: int) -> None:
+        world, prepared = self.world, self.prepared
+        world.stop.check()
+        clock, instruction, lane = world.clock, prepared.instructions[index], prepared.lanes[index]
+        paced = world.pace is not None and lane == COMPUTE
+        started_cpu = clock.cpu() if paced else 0
+        started = clock.now()
+        size = prepared.kernels[index](self.state, instruction)
+        if lane == COMPUTE:
+            if self.synchronize is not None:
+                self.synchronize()
+            if world.pace is not None:
+                world.pace(started, clock.cpu() - started_cpu)
+        self.spans[index] = Span(worker=world.name, step=self.step, instruction=index, name=prepared.names[index], lane=lane,
+                                 start_ns=started, end_ns=clock.now(), size_bytes=size)
+
+    def _end(self, index: int) -> None:
+        """Release what waits for instruction ``index`` and drop the buffers of which it was the last reader."""
+        with self.lock:
+            for later in self.prepared.releases[index]:
+                self.waits[later] -= 1
+                if not self.waits[later]:
+                    self.conditions[self.prepared.lanes[later]].notify()
+            for buffer in self.prepared.reads[index]:
+                self._count_reader(buffer)
+            self.read.notify_all()
+
+    def _count_reader(self, buffer: Buffer) -> None:
+        self.readers[buffer] -= 1
+        if not self.readers[buffer]:
+            self.state.values.pop(buffer, None)
+
+    def drain(self, buffer: Buffer) -> None:
+        """Wait until every reader of ``buffer`` has ended."""
+        with self.lock:
+            self._wait(self.read, lambda: not self.readers.get(buffer))
+
+    def _fail(self, error: BaseException, index: int) -> None:
+        """Keep the first error, with its place, and stop everything of this worker."""
+        with self.lock:
+            if self.error is None:
+                self.error = self._located(error, index)
+            self.world.stop.set(str(self.error))
+            for condition in (*self.conditions.values(), self.read):
+                condition.notify_all()
+
+    def _located(self, error: BaseException, index: int) -> BaseException:
+        if isinstance(error, StoppedError) or not isinstance(error, Exception):
+            return error
+        place = f"worker {self.world.name}, step {self.step}, {self.prepared.names[index]} on lane {self.prepared.lanes[index]}"
+        kind = type(error) if isinstance(error, AtollError) else InstructionError
+        detail = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+        located = kind(f"{place}: {detail}")
+        located.__cause__ = error
+        return located
+
+    def join(self, lanes: int) -> None:
+        """Wait until all lanes have ended; after an error or a stop no longer than five seconds."""
+        with self.lock:
+            while self.ended_lanes < lanes and not self.world.stop.event.is_set():
+                self.ended.wait(_POLL_S)
+            if self.ended_lanes < lanes:
+                self.ended.wait_for(lambda: self.ended_lanes == lanes, _LEAVE_S)
+            if self.error is None and self.ended_lanes < lanes:
+                self.error = StoppedError(self.world.stop.reason)
+
+    def result(self) -> StepResult:
+        state = self.state
+        return StepResult(
+            step=self.step, split=state.split, spans=tuple(span for span in self.spans if span is not None),
+            loss_sum=state.loss_sum, tokens=state.total_tokens, gradient_norm=state.gradient_norm,
+            learning_rate=state.learning_rate, committed=state.committed)
