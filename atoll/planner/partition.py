@@ -8,6 +8,7 @@ unlike devices and links; memory as a constraint). Cost: O(stages * cuts^2), vec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from atoll.planner.times import Problem
@@ -26,7 +27,8 @@ class Partition:
     worst: str = ""
 
 
-def partition(problem: Problem, workers: tuple[str, ...], samples: int, live: tuple[int, ...], recompute: bool) -> Partition | None:
+def partition(problem: Problem, workers: tuple[str, ...], samples: int, live: tuple[int, ...],
+              recompute: bool) -> Partition | None:
     """Cut the model into ``len(workers)`` stages, stage k on ``workers[k]`` (a worker may come more than once).
 
     ``live``: per stage, how many microbatches it holds activations of. Returns None when there are more stages than cuts
@@ -100,7 +102,7 @@ def _solve(problem: Problem, workers: tuple[str, ...], samples: int, over: Any, 
     for choice in reversed(choices):
         path.append(int(choice[path[-1]]))
     path.reverse()
-    excess = [float(over[k][low, high]) for k, (low, high) in enumerate(zip(path, path[1:], strict=False))]
+    excess = [float(over[k][low, high]) for k, (low, high) in enumerate(pairwise(path))]
     worst = max(range(len(excess)), key=excess.__getitem__)
     return Partition(cuts=tuple(int(cuts[i]) for i in path), bottleneck_ns=float(best[-1]) if not relaxed else numpy.inf,
                      excess_bytes=max(0.0, excess[worst]), worst=workers[worst])

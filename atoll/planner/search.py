@@ -1,0 +1,255 @@
+"""The search: candidates by exact partition and a fast estimate, the best of them by simulation.
+
+1. arrangements x microbatch sizes x recomputation, each cut by dynamic programming under memory (1F1B's activations);
+2. the most promising with every schedule and number of chunks that their memory allows;
+3. in the order of their estimates, simulate as many as the time allows; the fastest that fits is the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from atoll.errors import PlanError
+from atoll.plan.job import Job
+from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
+from atoll.planner.arrangements import Arrangement, arrangements
+from atoll.planner.estimate import Candidate, ReplicaDraft, estimate, interval_ns
+from atoll.planner.partition import Partition, partition
+from atoll.planner.predict import Prediction, predict
+from atoll.planner.times import Problem
+from atoll.policies.schedules.table import SCHEDULES
+from atoll.records import digest
+from atoll.units import format_bytes
+
+__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "search", "to_plan"]
+
+_BUCKET_BYTES = 25 * 2**20
+_CHUNKS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How hard to look. ``drafts``: candidates partitioned; ``kept``: of these expanded by schedule; ``simulated``: at
+    most; ``seconds``: after which no further simulation starts."""
+
+    drafts: int = 20_000
+    kept: int = 12
+    simulated: int = 48
+    seconds: float = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate that was looked at: what came of it (``step_ns`` simulated) or why it was not (``refused``)."""
+
+    candidate: Candidate
+    step_ns: int | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The best plan with its prediction, and what was tried on the way."""
+
+    prediction: Prediction
+    trials: tuple[Trial, ...]
+    drafted: int
+    over_memory: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Shortfall:
+    """The nearest miss while nothing fits."""
+
+    excess_bytes: float = float("inf")
+    worker: str = ""
+    what: str = ""
+
+
+def search(problem: Problem, job: Job, budget: Budget | None = None,
+           clock: Callable[[], float] = time.monotonic) -> Decision:
+    """Return the best plan for ``job``. Raises ``PlanError`` when none fits: by how much, and the nearest change that would."""
+    budget = budget or Budget()
+    started = clock()
+    shortfall = _Shortfall()
+    drafts, drafted, over = draft_candidates(problem, job, shortfall, budget.drafts)
+    if not drafts:
+        raise PlanError(_no_plan(problem, job, shortfall))
+    expanded = sorted(_expand(problem, job, drafts[:budget.kept], shortfall), key=lambda c: c.estimate_ns)
+    trials: list[Trial] = []
+    best: Prediction | None = None
+    for candidate in expanded[:budget.simulated]:
+        if best is not None and clock() - started > budget.seconds:
+            break
+        prediction = predict(problem, to_plan(problem, job, candidate))
+        misfit = _misfit(problem, prediction)
+        if misfit:
+            worker, excess = misfit
+            if excess < shortfall.excess_bytes:
+                shortfall.excess_bytes, shortfall.worker, shortfall.what = excess, worker, describe(candidate)
+            trials.append(Trial(candidate=candidate, refused=f"{worker} would lack {format_bytes(excess)} of memory"))
+            continue
+        trials.append(Trial(candidate=candidate, step_ns=prediction.step_ns))
+        if best is None or prediction.step_ns < best.step_ns:
+            best = prediction
+    if best is None:
+        raise PlanError(_no_plan(problem, job, shortfall))
+    return Decision(prediction=best, trials=tuple(trials), drafted=drafted, over_memory=over, seconds=clock() - started)
+
+
+def _misfit(problem: Problem, prediction: Prediction) -> tuple[str, float] | None:
+    """The worker that the simulated high-water overfills most, and by how many bytes."""
+    over = {worker: peak - problem.memory_bytes(worker) for worker, peak in prediction.simulation.peak_bytes.items()}
+    worst = max(over, key=over.__getitem__)
+    return (worst, over[worst]) if over[worst] > 0 else None
+
+
+def describe(candidate: Candidate) -> str:
+    """ "2 replicas x 3 stages, 1f1b, microbatches of 4 sequences". """
+    stages = "/".join(dict.fromkeys(str(len(draft.stage_workers)) for draft in candidate.replicas))
+    count = len(candidate.replicas)
+    text = (f"{count} replica{'s' if count > 1 else ''} x {stages} stage{'s' if stages != '1' else ''}, {candidate.schedule}, "
+            f"microbatches of {candidate.samples}")
+    return text + (", recomputing" if candidate.recompute else "")
+
+
+def draft_candidates(problem: Problem, job: Job, shortfall: _Shortfall | None = None,
+                     limit: int = 20_000) -> tuple[list[Candidate], int, int]:
+    """All arrangements, microbatch sizes and recomputation choices, partitioned for 1F1B and sorted by estimate.
+
+    Returns (those that fit, how many were tried, how many of these did not fit).
+    """
+    shortfall = shortfall or _Shortfall()
+    found: list[Candidate] = []
+    tried = over = 0
+    for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages):
+        for samples in _microbatches(job):
+            for recompute in {"auto": (False, True), "always": (True,), "never": (False,)}[job.plan.recompute]:
+                if tried >= limit:
+                    break
+                tried += 1
+                candidate = _draft(problem, job, arrangement, samples, recompute, shortfall)
+                if candidate is None:
+                    over += 1
+                    continue
+                found.append(candidate)
+                if not recompute:
+                    break  # recomputation only ever buys memory
+    found.sort(key=lambda candidate: candidate.estimate_ns)
+    return found, tried, over
+
+
+def _microbatches(job: Job) -> list[int]:
+    if job.plan.microbatch is not None:
+        return [job.plan.microbatch]
+    return [size for size in range(1, job.global_batch + 1) if job.global_batch % size == 0 and size & (size - 1) == 0][:6]
+
+
+def _draft(problem: Problem, job: Job, arrangement: Arrangement, samples: int, recompute: bool,
+           shortfall: _Shortfall) -> Candidate | None:
+    total = job.global_batch // samples
+    if total < len(arrangement) or job.global_batch % samples:
+        return None
+    drafts = []
+    for ranks in arrangement:
+        live = tuple(min(len(ranks) - k, max(1, total // len(arrangement))) for k in range(len(ranks)))
+        cut = partition(problem, ranks, samples, live, recompute)
+        if cut is None:
+            return None
+        if cut.excess_bytes > 0:
+            what = f"{len(arrangement)} replica{'s' if len(arrangement) > 1 else ''}, microbatches of {samples}"
+            _note(shortfall, cut, what + (", recomputing" if recompute else ""))
+            return None
+        drafts.append(ReplicaDraft(ranks=ranks, stage_workers=ranks, cuts=cut.cuts, live=live))
+    candidate = Candidate(schedule="1f1b", chunks=1, samples=samples, recompute=recompute, replicas=tuple(drafts))
+    return _priced(problem, _share_out(problem, candidate, total))
+
+
+def _note(shortfall: _Shortfall, cut: Partition, what: str) -> None:
+    if cut.excess_bytes < shortfall.excess_bytes:
+        shortfall.excess_bytes, shortfall.worker, shortfall.what = cut.excess_bytes, cut.worst, what
+
+
+def _priced(problem: Problem, candidate: Candidate) -> Candidate:
+    return replace(candidate, estimate_ns=estimate(problem, candidate))
+
+
+def _share_out(problem: Problem, candidate: Candidate, total: int) -> Candidate:
+    """Deal ``total`` microbatches one by one to the replica that would finish first with one more."""
+    figures = [interval_ns(problem, draft, candidate.samples, candidate.recompute, candidate.chunks)
+               for draft in candidate.replicas]
+    counts = [1] * len(figures)
+    for _ in range(total - len(figures)):
+        ends = [through + counts[r] * interval for r, (interval, through) in enumerate(figures)]
+        counts[ends.index(min(ends))] += 1
+    return replace(candidate, replicas=tuple(replace(draft, microbatches=count)
+                                             for draft, count in zip(candidate.replicas, counts, strict=True)))
+
+
+def _expand(problem: Problem, job: Job, drafts: list[Candidate], shortfall: _Shortfall) -> Iterator[Candidate]:
+    """Each draft with every schedule and number of chunks that exists for it."""
+    for draft in drafts:
+        single = all(len(replica.ranks) == 1 for replica in draft.replicas)
+        for name, schedule in SCHEDULES.items():
+            if job.plan.schedule is not None and name != job.plan.schedule:
+                continue
+            if single and name not in ("1f1b", "breadth-first") and job.plan.schedule is None:
+                continue  # on one worker the order hardly matters; chunks only serve to overlap the sum of gradients
+            for chunks in _CHUNKS if job.plan.chunks is None else (job.plan.chunks,):
+                candidate = _with_schedule(problem, draft, name, chunks, shortfall)
+                if candidate is not None:
+                    yield candidate
+
+
+def _with_schedule(problem: Problem, draft: Candidate, name: str, chunks: int, shortfall: _Shortfall) -> Candidate | None:
+    schedule = SCHEDULES[name]
+    replicas = []
+    for replica in draft.replicas:
+        ranks = len(replica.ranks)
+        if schedule.refuse(ranks, replica.microbatches, chunks):
+            return None
+        placement = schedule.placement(ranks, chunks)
+        peaks = schedule.claim(ranks, replica.microbatches, chunks).peak_activations
+        workers = tuple(replica.ranks[rank] for rank in placement)
+        live = tuple(max(1, -(-peaks[rank] // chunks)) for rank in placement)
+        cut = partition(problem, workers, draft.samples, live, draft.recompute)
+        if cut is None:
+            return None
+        if cut.excess_bytes > 0:
+            _note(shortfall, cut, f"{name}, microbatches of {draft.samples}")
+            return None
+        replicas.append(replace(replica, stage_workers=workers, cuts=cut.cuts, live=live))
+    return _priced(problem, replace(draft, schedule=name, chunks=chunks, replicas=tuple(replicas)))
+
+
+def to_plan(problem: Problem, job: Job, candidate: Candidate) -> Plan:
+    operators = problem.graph.operators
+    replicas = tuple(
+        ReplicaPlan(microbatches=draft.microbatches, stages=tuple(
+            StagePlacement(first=operators[low].name, last=operators[high - 1].name, worker=worker,
+                           recompute=candidate.recompute)
+            for (low, high), worker in zip(pairwise(draft.cuts), draft.stage_workers, strict=True)))
+        for draft in candidate.replicas)
+    return Plan(job=digest(job), cluster=digest(problem.cluster), graph=problem.graph.name, schedule=candidate.schedule,
+                chunks=candidate.chunks, microbatch_samples=candidate.samples, replicas=replicas, bucket_bytes=_BUCKET_BYTES,
+                collective="ring", native=True)
+
+
+def _no_plan(problem: Problem, job: Job, shortfall: _Shortfall) -> str:
+    workers = problem.network.workers
+    if shortfall.excess_bytes == float("inf"):
+        return (f"no plan exists for a global batch of {job.global_batch} on {len(workers)} workers with what job.plan "
+                f"asks for (replicas {job.plan.replicas or 'any'}, stages {job.plan.stages or 'any'}, microbatch "
+                f"{job.plan.microbatch or 'any'}, schedule {job.plan.schedule or 'any'}): the microbatch must divide the global "
+                "batch, and every replica needs a microbatch and enough operators for its stages; loosen one of them")
+    needed = problem.element_sums[-1] * problem.state_bytes
+    held = sum(problem.memory_bytes(worker) for worker in workers)
+    machine = workers[shortfall.worker].machine
+    return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks "
+            f"{format_bytes(shortfall.excess_bytes)}; weights, gradients and optimizer state alone take "
+            f"{format_bytes(needed)} and all devices together offer {format_bytes(held)}; the nearest change that would fit: "
+            f"{format_bytes(shortfall.excess_bytes)} more memory on {shortfall.worker}, or a shorter sequence, or a smaller model")
