@@ -76,6 +76,10 @@ class StageModule(Protocol):
         """From here on weight gradients of matrix products are not computed but put into the list returned."""
         ...
 
+    def stop_deferring(self) -> None:
+        """From here on a backward computes all gradients again (a schedule may mix whole and split backwards)."""
+        ...
+
     def run_deferred(self, deferred: list[object]) -> None:
         """Compute the weight gradients of one microbatch that were put off, adding to ``.grad``."""
         ...

@@ -119,8 +119,12 @@ def backward(state: StepState, instruction: Backward) -> int:
 
 def backward_input(state: StepState, instruction: BackwardInput) -> int:
     """Gradients of the stage's inputs; matrix products leave their weights' gradients for ``backward_weight``."""
-    deferred = state.world.stages[instruction.stage].start_deferring()
-    _descend(state, instruction)
+    stage = state.world.stages[instruction.stage]
+    deferred = stage.start_deferring()
+    try:
+        _descend(state, instruction)
+    finally:
+        stage.stop_deferring()
     state.values["deferred", instruction.stage, instruction.microbatch] = deferred
     state.world.store.collect(instruction.stage)
     return 0

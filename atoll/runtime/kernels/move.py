@@ -39,8 +39,6 @@ def send(state: StepState, instruction: Send) -> int:
     """Hand a buffer to the link; returns the payload bytes."""
     buffer = instruction.buffer
     tensors = state.values[buffer] if buffer[0] in _LISTS else [tensor_of(state, buffer)]
-    if state.world.device.type != "cpu":
-        tensors = [tensor.cpu() for tensor in tensors]
     return state.world.channel.send(instruction.peer, state.label(buffer), tensors)
 
 
