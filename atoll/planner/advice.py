@@ -76,9 +76,10 @@ def _changes(cluster: Cluster) -> list[tuple[str, Cluster]]:
         for device in machine.devices:
             count = f"{device.count} x " if device.count > 1 else ""
             memory = int(resolve(device).memory or 0)
+            sizes = f"{format_bytes(2 * memory)} instead of {format_bytes(memory)}"
             changes.append((f"{machine.name}: {count}{device.kind} twice as fast",
                             _with_device(cluster, machine.name, device, replace(device, speed=2 * device.speed))))
-            changes.append((f"{machine.name}: {count}{device.kind} with {format_bytes(2 * memory)} instead of {format_bytes(memory)}",
+            changes.append((f"{machine.name}: {count}{device.kind} with {sizes}",
                             _with_device(cluster, machine.name, device, replace(device, memory=Bytes(2 * memory)))))
     return changes
 

@@ -241,15 +241,17 @@ def to_plan(problem: Problem, job: Job, candidate: Candidate) -> Plan:
 
 def _no_plan(problem: Problem, job: Job, shortfall: _Shortfall) -> str:
     workers = problem.network.workers
+    wishes = job.plan
     if shortfall.excess_bytes == float("inf"):
-        return (f"no plan exists for a global batch of {job.global_batch} on {len(workers)} workers with what job.plan "
-                f"asks for (replicas {job.plan.replicas or 'any'}, stages {job.plan.stages or 'any'}, microbatch "
-                f"{job.plan.microbatch or 'any'}, schedule {job.plan.schedule or 'any'}): the microbatch must divide the global "
+        return (f"no plan exists for a global batch of {job.global_batch} on {len(workers)} workers with what job.plan asks "
+                f"(replicas {wishes.replicas or 'any'}, stages {wishes.stages or 'any'}, microbatch "
+                f"{wishes.microbatch or 'any'}, schedule {wishes.schedule or 'any'}): the microbatch must divide the global "
                 "batch, and every replica needs a microbatch and enough operators for its stages; loosen one of them")
     needed = problem.element_sums[-1] * problem.state_bytes
     held = sum(problem.memory_bytes(worker) for worker in workers)
     machine = workers[shortfall.worker].machine
-    return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks "
-            f"{format_bytes(shortfall.excess_bytes)}; weights, gradients and optimizer state alone take "
-            f"{format_bytes(needed)} and all devices together offer {format_bytes(held)}; the nearest change that would fit: "
-            f"{format_bytes(shortfall.excess_bytes)} more memory on {shortfall.worker}, or a shorter sequence, or a smaller model")
+    lacking = format_bytes(shortfall.excess_bytes)
+    return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks {lacking}; "
+            f"weights, gradients and optimizer state alone take {format_bytes(needed)} and all devices together offer "
+            f"{format_bytes(held)}; the nearest change that would fit: {lacking} more memory on {shortfall.worker}, a shorter "
+            "sequence, or a smaller model")
