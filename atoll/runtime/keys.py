@@ -50,8 +50,9 @@ def make_run_keys(folder: str | os.PathLike[str], machines: Iterable[str], *, he
                   head_address: str = "") -> dict[str, Path]:
     """Write one bundle for each machine into ``folder`` and return their paths.
 
-    EC P-256, the machine's name as subject alternative name; valid from two days ago (clock skew) for sixty days. Raises ``ClusterError`` for a name that cannot stand
-    in a certificate, ``WorkplaceError`` when the folder cannot be written.
+    EC P-256, the machine's name as subject alternative name; valid from two days ago (clock skew) for sixty days.
+    Raises ``ClusterError`` for a name that cannot stand in a certificate, ``WorkplaceError`` when the folder cannot be
+    written.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

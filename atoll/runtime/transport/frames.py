@@ -15,8 +15,8 @@ from math import prod
 import msgspec
 import torch
 
-__all__ = ["DTYPES", "FRAME_BYTES", "MAX_HEADER_BYTES", "Header", "Message", "RefusedError", "allocate", "byte_view", "check_header",
-           "decode_header", "encode_header", "frames_of", "header_of", "messages_in"]
+__all__ = ["DTYPES", "FRAME_BYTES", "MAX_HEADER_BYTES", "Header", "Message", "RefusedError", "allocate", "byte_view",
+           "check_header", "decode_header", "encode_header", "frames_of", "header_of", "messages_in"]
 
 FRAME_BYTES = 1 << 20
 _LENGTH_BYTES = 4
@@ -92,7 +92,8 @@ def check_header(header: Header, limit_bytes: int) -> None:
         if dtype not in DTYPES:
             raise RefusedError(f"{header.label}: found dtype {dtype[:40]!r}, allowed: {', '.join(DTYPES)}")
         if len(shape) > _MAX_AXES or any(size < 0 for size in shape):
-            raise RefusedError(f"{header.label}: found shape {shape[:_MAX_AXES]}, allowed: up to {_MAX_AXES} axes, none negative")
+            raise RefusedError(f"{header.label}: found shape {shape[:_MAX_AXES]}, allowed: up to {_MAX_AXES} axes, "
+                               "none negative")
         if max(shape, default=0) > limit_bytes:  # also when another axis is 0: no such tensor is ever meant
             raise RefusedError(f"{header.label}: found shape {shape} in a message of at most {limit_bytes} bytes")
     if header.payload_bytes > limit_bytes:
@@ -130,13 +131,11 @@ def frames_of(header: Header, tensors: Sequence[torch.Tensor]) -> Iterator[bytes
 
 def messages_in(frames: Iterable[bytes], limit_bytes: int) -> Iterator[Message]:
     """The messages in a stream of frames, in order. Raises ``RefusedError`` at the first that breaks a rule."""
-    sequence = 0
     stream = iter(frames)
-    for frame in stream:
+    for sequence, frame in enumerate(stream):
         header, payload = _first(frame, limit_bytes)
         if header.sequence != sequence:
             raise RefusedError(f"{header.label}: found message number {header.sequence}, expected {sequence}")
-        sequence += 1
         tensors = allocate(header)
         _fill(header, [byte_view(tensor) for tensor in tensors], payload, stream)
         yield Message(header=header, tensors=tensors)

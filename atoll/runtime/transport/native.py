@@ -1,4 +1,4 @@
-"""Inside an island: ``torch.distributed`` (Gloo on hosts, NCCL between CUDA devices), never across islands.
+"""Inside an island: ``torch.distributed`` (Gloo; NCCL for sums between CUDA devices), never across islands.
 
 A process group is made only over the workers that meet in it, on the interface that routes to them; nothing is made
 global. Every message is a fixed block (its header) and then the raw tensors. The library's calls cannot be interrupted,
@@ -36,7 +36,7 @@ from atoll.units import format_duration
 __all__ = ["Native", "address_towards"]
 
 _BLOCK_BYTES = 512
-_PREFIX_BYTES = 8  # length of the header (4), whether the payload goes over NCCL (1), reserved
+_PREFIX_BYTES = 8  # length of the header; 0: goodbye
 _SLICE_S = 0.05
 _FOREVER = datetime.timedelta(days=30)  # the library must not judge who is dead: that is the head's task
 
@@ -86,12 +86,12 @@ class Native:
     """The ``Channel`` inside one island. ``members``: its workers, in the order all of them agree on; ``machines``:
     worker -> machine.
 
-    ``device``: where tensors live. Messages above ``max_message_bytes`` are refused. Use: ``open_store`` on the first
+    ``device``: where NCCL runs, if it does. Messages above ``max_message_bytes`` are refused. Use: ``open_store`` on the first
     member, then ``connect`` on all. An island of one worker needs no ``Native``.
     """
 
-    def __init__(self, name: str, members: Sequence[str], machines: Mapping[str, str], stop: Stop, *, device: torch.device, max_message_bytes: int,
-                 connect_ns: int) -> None:
+    def __init__(self, name: str, members: Sequence[str], machines: Mapping[str, str], stop: Stop, *,
+                 device: torch.device, max_message_bytes: int, connect_ns: int) -> None:
         self.name, self.members = name, tuple(members)
         self._names = {member: who(member, machines[member]) for member in members}
         self._stop, self._device, self._limit = stop, device, max_message_bytes
@@ -151,22 +151,14 @@ class Native:
         store = dist.PrefixStore(f"nccl/{name}", self._store)
         return dist.ProcessGroupNCCL(store, list(group).index(self.name), len(group), options)
 
-    def _pair(self, source: str, target: str) -> Any:
-        """NCCL runs the operations of one group one after the other, so each direction has its own."""
-        key = ("pair", source, target)
-        if key not in self._groups:
-            self._groups[key] = self._nccl_group(f"{source}>{target}", (source, target))
-        return self._groups[key]
-
     # -- Channel -------------------------------------------------------------------------------------------------------
 
     def send(self, peer: str, label: str, tensors: Sequence[torch.Tensor]) -> int:
         self._stop.check()
         header = header_of(label, self._sequences[peer], tensors)
         self._sequences[peer] += 1
-        fast = self._nccl and bool(tensors) and all(tensor.is_cuda for tensor in tensors)
         try:
-            self._callers[peer].call(lambda: self._put(peer, header, tensors, fast), self._stop)
+            self._callers[peer].call(lambda: self._put(peer, header, tensors), self._stop)
         except RuntimeError as error:
             raise WorkerLostError(f"{self._names[peer]} is gone: the connection broke ({_first_line(error)}), "
                                   f"while {self._names[self.name]} sent {label}") from None
@@ -214,15 +206,9 @@ class Native:
     def _fetch(self, peer: str, tensor: torch.Tensor) -> None:
         self._all.recv([tensor], self.members.index(peer), 0).wait()
 
-    def _put(self, peer: str, header: Header, tensors: Sequence[torch.Tensor], fast: bool) -> None:
-        for block in _blocks(header, fast):
+    def _put(self, peer: str, header: Header, tensors: Sequence[torch.Tensor]) -> None:
+        for block in _blocks(header):
             self._post(peer, block)
-        if fast:
-            pair = self._pair(self.name, peer)
-            for tensor in tensors:
-                pair.send([tensor.detach().contiguous()], 1, 0).wait()
-            torch.cuda.current_stream(self._device).synchronize()
-            return
         for tensor in tensors:
             if tensor.numel():
                 self._post(peer, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
@@ -242,7 +228,7 @@ class Native:
         block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
         self._fetch(peer, block)
         data = block.numpy().tobytes()
-        length, fast = int.from_bytes(data[:4], "little"), bool(data[4])
+        length = int.from_bytes(data[:_PREFIX_BYTES], "little")
         if length == 0:
             return None
         if length > MAX_HEADER_BYTES:
@@ -252,18 +238,10 @@ class Native:
             self._fetch(peer, rest)
             data += rest.numpy().tobytes()
         header = decode_header(data[_PREFIX_BYTES:_PREFIX_BYTES + length], self._limit)
-        if not fast:
-            tensors = allocate(header)
-            for tensor in tensors:
-                if tensor.numel():
-                    self._fetch(peer, tensor.view(-1).view(torch.uint8))
-            return Message(header=header, tensors=tensors)
-        with torch.cuda.device(self._device):
-            tensors = [tensor.to(self._device) for tensor in allocate(header)]
-            pair = self._pair(peer, self.name)
-            for tensor in tensors:
-                pair.recv([tensor], 0, 0).wait()
-            torch.cuda.current_stream(self._device).synchronize()
+        tensors = allocate(header)
+        for tensor in tensors:
+            if tensor.numel():
+                self._fetch(peer, tensor.view(-1).view(torch.uint8))
         return Message(header=header, tensors=tensors)
 
     def _sum(self, group: tuple[str, ...], tensor: torch.Tensor) -> None:
@@ -279,10 +257,10 @@ class Native:
             tensor.copy_(on_host)
 
 
-def _blocks(header: Header, fast: bool) -> list[torch.Tensor]:
+def _blocks(header: Header) -> list[torch.Tensor]:
     """The header as one block of fixed size, and a second one when it is longer than that."""
     encoded = encode_header(header)
-    data = len(encoded).to_bytes(4, "little") + bytes([fast, 0, 0, 0]) + encoded
+    data = len(encoded).to_bytes(_PREFIX_BYTES, "little") + encoded
     first = torch.frombuffer(bytearray(data[:_BLOCK_BYTES].ljust(_BLOCK_BYTES, b"\0")), dtype=torch.uint8)
     rest = data[_BLOCK_BYTES:]
     return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]

@@ -1,0 +1,349 @@
+"""The head's control service and a worker's side of it: one stream a worker over mutual TLS, small JSON records.
+
+    worker -> head   Hello, Ready, Beat, Report, Trouble, Done
+    head -> worker   Welcome, Start, Pulse, Abort, Finish
+
+The head answers every ``Beat`` with a ``Pulse``, so each side hears the other at the same rhythm and the worker learns the
+offset between the two clocks (NTP, Mills 1991: the exchange with the shortest round trip counts). A stream that ends is
+seen at once on both sides. The head never waits for workers between steps; it only listens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import msgspec
+
+from atoll.errors import WorkerLostError, WorkplaceError
+from atoll.runtime.keys import Bundle
+from atoll.runtime.liveness import Timeouts, head_silent
+from atoll.runtime.transport import rpc
+from atoll.runtime.world import Stop
+from atoll.trace.span import Span
+from atoll.units import format_duration
+
+__all__ = ["Abort", "Beat", "Done", "Finish", "FromWorker", "Gone", "Head", "Hello", "Member", "Ready", "Report", "Start",
+           "Trouble", "Welcome", "boot_mark"]
+
+_SERVICE = "atoll.control"
+_MESSAGE_BYTES = 256 << 20
+_POLL_S = 0.05
+_FIRST_BEATS = 8
+
+
+class _Said(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of the messages."""
+
+
+class Hello(_Said):
+    """``incarnation``: made up afresh by every process. ``facts``: what the head may want to show or compare."""
+
+    incarnation: str
+    facts: dict[str, str | int | float | bool]
+
+
+class Ready(_Said):
+    """``address``: where peers dial this worker (None: nowhere). ``store_port``: of the island's meeting place, 0 if it is not
+    here. ``program``: digest of the program as this worker lowered it."""
+
+    address: str | None
+    store_port: int
+    program: str
+
+
+class Beat(_Said):
+    """``sent_ns``: the worker's clock. ``doing``: current instructions, for people."""
+
+    sent_ns: int
+    doing: str
+
+
+class Report(_Said):
+    """One step is done. ``kind``: "train", "evaluate" or "save". ``figures``: loss, tokens, ... by name. ``spans``: times from
+    the origin of the run. ``extra``: what else belongs to the kind (a shard's entry)."""
+
+    kind: str
+    step: int
+    figures: dict[str, float]
+    spans: tuple[Span, ...] = ()
+    extra: Any = None
+
+
+class Trouble(_Said):
+    """``accuses``: a peer was lost (else: an error of this worker's own). ``kind``: name of the error's class."""
+
+    text: str
+    kind: str
+    accuses: bool
+
+
+class Done(_Said):
+    """All steps are done."""
+
+
+class Welcome(_Said):
+    """``documents``: what the worker builds its part from. ``boot``: mark of the head's running system."""
+
+    documents: Any
+    times: Timeouts
+    boot: str
+
+
+class Start(_Said):
+    """Everybody is ready. ``addresses``: worker -> "host:port"; ``stores``: island -> "host:port"; ``facts``: worker -> facts.
+    ``origin_ns``: the instant, on the head's clock, from which spans count."""
+
+    addresses: dict[str, str | None]
+    stores: dict[str, str]
+    facts: dict[str, dict[str, str | int | float | bool]]
+    origin_ns: int
+
+
+class Pulse(_Said):
+    echo_ns: int
+    head_ns: int
+
+
+class Abort(_Said):
+    reason: str
+
+
+class Finish(_Said):
+    """Everybody is done: close."""
+
+
+class Gone(_Said):
+    """Not sent: the head's own note that a worker's stream ended."""
+
+
+FromWorker = Hello | Ready | Beat | Report | Trouble | Done | Gone
+_FROM_WORKER = msgspec.json.Decoder(Hello | Ready | Beat | Report | Trouble | Done)
+_FROM_HEAD = msgspec.json.Decoder(Welcome | Start | Pulse | Abort | Finish)
+T = TypeVar("T")
+
+
+def _bytes(message: _Said) -> bytes:
+    return msgspec.json.encode(message, enc_hook=int)
+
+
+def boot_mark() -> str:
+    """A text that is equal for processes of one running system (they share its monotonic clock and files), else ""."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Head:
+    """The service. ``events`` receives (worker, message, time of arrival); ``machines``: worker -> machine."""
+
+    def __init__(self, bundle: Bundle, bind: str, machines: Mapping[str, str], times: Timeouts,
+                 events: queue.SimpleQueue[tuple[str, FromWorker, int]]) -> None:
+        self._machines, self._events = dict(machines), events
+        self._outboxes: dict[str, queue.SimpleQueue[_Said | None]] = {}
+        self._peers: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._server, self.port = rpc.serve(
+            bundle, bind, _SERVICE, {"join": grpc.stream_stream_rpc_method_handler(self._join)}, threads=len(machines) + 4,
+            max_message_bytes=_MESSAGE_BYTES, keepalive_ns=times.silence_ns)
+
+    def send(self, worker: str, message: _Said) -> None:
+        """Queue a message; it is dropped when the worker is gone."""
+        with self._lock:
+            outbox = self._outboxes.get(worker)
+        if outbox is not None:
+            outbox.put(message)
+
+    def broadcast(self, message: _Said) -> None:
+        for worker in self._machines:
+            self.send(worker, message)
+
+    def close(self, timeout_s: float) -> None:
+        """End all streams (what was queued is sent first) and free the port."""
+        with self._lock:
+            outboxes = list(self._outboxes.values())
+        for outbox in outboxes:
+            outbox.put(None)
+        self._server.stop(timeout_s).wait(timeout_s)
+
+    def _join(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        worker = rpc.claimed_worker(context, self._machines)
+        outbox: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
+        with self._lock:
+            holder = self._peers.get(worker) if worker in self._outboxes else None
+            if holder is None:
+                self._outboxes[worker], self._peers[worker] = outbox, context.peer()
+        if holder is not None:
+            rpc.refuse(context, grpc.StatusCode.ALREADY_EXISTS,
+                       f"worker {worker} already takes part in this run (from {_plain(holder)}), and a second process (from "
+                       f"{_plain(context.peer())}) claims its name: two workers claim one name; end one of them or give it "
+                       "another name in the cluster")
+        context.add_callback(lambda: self._leave(worker, outbox))
+        threading.Thread(target=self._listen, args=(worker, requests, outbox), name=f"control:{worker}", daemon=True).start()
+        while (message := outbox.get()) is not None:
+            yield _bytes(message)
+
+    def _listen(self, worker: str, requests: Iterator[bytes], outbox: queue.SimpleQueue[_Said | None]) -> None:
+        try:
+            for data in requests:
+                message = _FROM_WORKER.decode(data)
+                now_ns = time.monotonic_ns()
+                if isinstance(message, Beat):
+                    outbox.put(Pulse(echo_ns=message.sent_ns, head_ns=now_ns))
+                self._events.put((worker, message, now_ns))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            outbox.put(Abort(reason=f"the head did not understand worker {worker}: {error}; install the same version of "
+                                    "Atoll on all machines"))
+            outbox.put(None)
+        except Exception:  # gRPC ends the iterator with a bare exception when the caller is gone
+            outbox.put(None)
+
+    def _leave(self, worker: str, outbox: queue.SimpleQueue[_Said | None]) -> None:
+        with self._lock:
+            if self._outboxes.get(worker) is outbox:
+                del self._outboxes[worker]
+        outbox.put(None)
+        self._events.put((worker, Gone(), time.monotonic_ns()))
+
+
+def _plain(peer: str) -> str:
+    """ "ipv4:10.0.0.3:5123" as people write it."""
+    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
+
+
+class Member:
+    """A worker's side. Everything it hears that ends the run goes into ``stop``, and so does the head's silence."""
+
+    def __init__(self, name: str, bundle: Bundle, head_address: str, stop: Stop) -> None:
+        self.name, self.offset_ns = name, 0
+        self._bundle, self._address, self._stop = bundle, head_address, stop
+        self._outbox: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[Welcome | Start | Finish] = queue.SimpleQueue()
+        self._last_heard_ns = time.monotonic_ns()
+        self._shortest_ns = 1 << 62
+        self._same_clock = False
+        self._refusal = ""
+        self._times: Timeouts | None = None
+        self.ended = threading.Event()
+        self.finished = threading.Event()
+        self._channel: grpc.Channel | None = None
+
+    def join(self, hello: Hello, patience_ns: int) -> Welcome:
+        """Register with the head, waiting for it up to ``patience_ns``. Raises ``WorkplaceError`` when refused or alone."""
+        self._channel = rpc.dial(self._bundle, self._address, self._bundle.head or self._bundle.machine,
+                                 max_message_bytes=_MESSAGE_BYTES, keepalive_ns=60 * 10**9)
+        if not rpc.wait_ready(self._channel, patience_ns, self._stop.check):
+            raise WorkplaceError(f"worker {self.name} cannot reach the head at {self._address} within "
+                                 f"{format_duration(patience_ns)}: nobody answers there, or not with the keys of this "
+                                 "bundle; start the run on the head, and use the bundle that it made")
+        self._outbox.put(hello)
+        call = self._channel.stream_stream(f"/{_SERVICE}/join")(self._outgoing(), metadata=tuple(rpc.metadata(self.name)))
+        threading.Thread(target=self._listen, args=(call,), name="control", daemon=True).start()
+        welcome = self._await(Welcome, patience_ns, "the documents of the run")
+        self._times = welcome.times
+        self._same_clock = bool(welcome.boot) and welcome.boot == boot_mark()
+        return welcome
+
+    def beat(self, doing: Callable[[], str]) -> None:
+        """From now on say that this worker is alive, and look whether the head is (on a thread of its own)."""
+        assert self._times is not None, "join first"
+        threading.Thread(target=self._beat, args=(doing, self._times), name="heartbeat", daemon=True).start()
+
+    def start(self, ready: Ready) -> Start:
+        """Say that all is built and wait until it is for everybody. Raises ``StoppedError``."""
+        assert self._times is not None, "join first"
+        self._outbox.put(ready)
+        return self._await(Start, self._times.gather_ns, "the start of the run")
+
+    def report(self, report: Report) -> None:
+        """Hand a step's report on; never waits for the head."""
+        self._outbox.put(report)
+
+    def trouble(self, error: BaseException) -> None:
+        """Tell the head, which decides what it means; then wait for its decision (it comes as a stop)."""
+        accuses = isinstance(error, WorkerLostError)
+        self._outbox.put(Trouble(text=str(error), kind=type(error).__name__, accuses=accuses))
+        limit_ns = self._times.max_pause_ns if self._times else 0
+        self.ended.wait(limit_ns / 1e9)
+
+    def finish(self) -> None:
+        """Say that this worker is done and wait until everybody is. Raises ``StoppedError``."""
+        assert self._times is not None, "join first"
+        self._outbox.put(Done())
+        while not self.finished.wait(_POLL_S):
+            self._stop.check()
+
+    def close(self) -> None:
+        self.finished.set()
+        self._outbox.put(None)
+        self.ended.wait(1.0)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _await(self, kind: type[T], patience_ns: int, what: str) -> T:
+        deadline_ns = time.monotonic_ns() + patience_ns
+        while time.monotonic_ns() < deadline_ns:
+            if self._refusal:
+                raise WorkplaceError(self._refusal)
+            self._stop.check()
+            try:
+                message = self._heard.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(message, kind):
+                return message
+        raise WorkplaceError(f"worker {self.name} waited {format_duration(patience_ns)} for {what} in vain; see the head")
+
+    def _outgoing(self) -> Iterator[bytes]:
+        while (message := self._outbox.get()) is not None:
+            yield _bytes(message)
+
+    def _listen(self, call: Any) -> None:
+        reason = "the head ended the run"
+        try:
+            for data in call:
+                self._take(_FROM_HEAD.decode(data), time.monotonic_ns())
+        except grpc.RpcError as error:
+            reason = rpc.reason_of(call)
+            if call.code() in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.PERMISSION_DENIED):
+                self._refusal = reason
+            else:
+                reason = f"the head is gone: {reason}"
+            del error
+        if not self.finished.is_set():
+            self._stop.set(reason)
+        self.ended.set()
+
+    def _take(self, message: Welcome | Start | Pulse | Abort | Finish, now_ns: int) -> None:
+        self._last_heard_ns = now_ns
+        if isinstance(message, Pulse):
+            round_trip_ns = now_ns - message.echo_ns
+            if round_trip_ns < self._shortest_ns and not self._same_clock:
+                self._shortest_ns = round_trip_ns
+                self.offset_ns = message.head_ns - (message.echo_ns + now_ns) // 2
+        elif isinstance(message, Abort):
+            self._stop.set(message.reason)
+            self.ended.set()
+        elif isinstance(message, Finish):
+            self.finished.set()
+        else:
+            self._heard.put(message)
+
+    def _beat(self, doing: Callable[[], str], times: Timeouts) -> None:
+        count = 0
+        self._last_heard_ns = time.monotonic_ns()
+        while not self.ended.is_set() and not self.finished.is_set():
+            now_ns = time.monotonic_ns()
+            self._outbox.put(Beat(sent_ns=now_ns, doing=doing()))
+            silent = head_silent(self._last_heard_ns, now_ns, times)
+            if silent is not None:
+                self._stop.set(silent)
+                self.ended.set()
+            count += 1
+            self.ended.wait(times.heartbeat_ns / 1e9 / (10 if count < _FIRST_BEATS else 1))
