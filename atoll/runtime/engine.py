@@ -113,7 +113,7 @@ class _Step:
         self.world, self.prepared, self.step = world, prepared, step
         self.state = StepState(
             world=world, step=step, split=split, samples=prepared.samples, first=prepared.first, in_place=prepared.in_place,
-            drain=self.drain, learning_rate=learning_rate(world.optimizer_spec, step, world.total_steps))
+            learning_rate=learning_rate(world.optimizer_spec, step, world.total_steps))
         self.waits = list(prepared.waits)
         self.readers = dict(prepared.readers)
         self.spans: list[Span | None] = [None] * len(prepared.instructions)
@@ -124,7 +124,6 @@ class _Step:
         self.lock = lock
         self.conditions = {lane: threading.Condition(lock) for lane in prepared.order}
         self.ended = threading.Condition(lock)
-        self.read = threading.Condition(lock)
         self.synchronize: Callable[[], None] | None = (
             None if world.device.type == "cpu" else lambda: torch.accelerator.synchronize(world.device))
 
@@ -190,17 +189,11 @@ class _Step:
                     self.conditions[self.prepared.lanes[later]].notify()
             for buffer in self.prepared.reads[index]:
                 self._count_reader(buffer)
-            self.read.notify_all()
 
     def _count_reader(self, buffer: Buffer) -> None:
         self.readers[buffer] -= 1
         if not self.readers[buffer]:
             self.state.values.pop(buffer, None)
-
-    def drain(self, buffer: Buffer) -> None:
-        """Wait until every reader of ``buffer`` has ended."""
-        with self.lock:
-            self._wait(self.read, lambda: not self.readers.get(buffer))
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Keep the first error, with its place, and stop everything of this worker."""
@@ -208,7 +201,7 @@ class _Step:
             if self.error is None:
                 self.error = self._located(error, index)
             self.world.stop.set(str(self.error))
-            for condition in (*self.conditions.values(), self.read):
+            for condition in self.conditions.values():
                 condition.notify_all()
 
     def _located(self, error: BaseException, index: int) -> BaseException:

@@ -54,7 +54,7 @@ class ParameterStore:
         leaves = [self.parameters[name] for name in bucket.parameters]
         elements = sum(leaf.numel() for leaf in leaves)
         if elements != bucket.elements:
-            raise ProgramError(f"bucket {bucket.index}: expected {bucket.elements} elements, found {elements} in its parameters")
+            raise ProgramError(f"bucket {bucket.index}: expected {bucket.elements} elements, its parameters have {elements}")
         flat = torch.zeros(elements, dtype=master, device=leaves[0].device if leaves else "cpu")
         self.flats[bucket.index] = flat
         offset = 0

@@ -64,7 +64,7 @@ class World:
     batches: Batches
     stop: Stop
     clock: Clock
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pace: Pace | None = None
     save: Callable[[Save, int], int] | None = None
 
@@ -80,7 +80,6 @@ class StepState:
     samples: int
     first: int
     in_place: frozenset[Buffer]
-    drain: Callable[[Buffer], None]
     values: dict[Buffer, Any] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     tokens: int = 0

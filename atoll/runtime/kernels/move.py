@@ -87,11 +87,10 @@ def native(state: StepState, instruction: Native) -> int:
 
 
 def land(state: StepState, gradients: tuple[Buffer, ...]) -> None:
-    """Bring sums that were made outside the bucket into it, once nobody reads the chunk they replace."""
+    """Bring sums that were made outside the bucket into it. The step is committed by now: whoever needed the chunk that is
+    overwritten has voted, so has received it."""
     for buffer in gradients:
         if buffer[0] == "reduced" and buffer in state.values:
-            for kind in ("gradient", "partial"):
-                state.drain((kind, *buffer[1:]))
             chunk_of(state, buffer).copy_(state.values[buffer])
 
 

@@ -6,8 +6,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.program.instructions import (
-    Backward, BackwardInput, BackwardWeight, Commit, Forward, Instruction, Load, Native, Receive, Recompute, Reduce, Save,
-    Send, Update, Vote,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Commit,
+    Forward,
+    Instruction,
+    Load,
+    Native,
+    Receive,
+    Recompute,
+    Reduce,
+    Save,
+    Send,
+    Update,
+    Vote,
 )
 from atoll.runtime.kernels import agree, compute, move
 from atoll.runtime.worker_state import StepState

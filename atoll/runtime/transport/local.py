@@ -50,7 +50,7 @@ class LocalChannel:
 
     def _queue(self, source: str, target: str) -> queue.SimpleQueue[Message]:
         if (source, target) not in self.hub.queues:
-            raise ProgramError(f"there is no channel from {source!r} to {target!r}; known workers: {', '.join(self.hub.workers)}")
+            raise ProgramError(f"there is no channel from {source!r} to {target!r}; known: {', '.join(self.hub.workers)}")
         return self.hub.queues[source, target]
 
     def send(self, peer: str, label: str, tensors: Sequence[torch.Tensor]) -> int:
