@@ -6,12 +6,9 @@ from atoll.plan.job import Job
 from atoll.planner.predict import Prediction
 from atoll.planner.times import Problem
 from atoll.records import Record
+from atoll.simulator.summary import IDLE_SHARE
 
-__all__ = ["IDLE_SHARE", "Bill", "bill"]
-
-IDLE_SHARE = 0.3
-"""Fraction of its power that a device draws while it waits (a guess: 80-120 W of a 400 W card held ready)."""
-
+__all__ = ["Bill", "bill"]
 
 class Bill(Record):
     """``energy_joules``: devices only (hosts, cooling and networks not counted). ``money``: in the currency of the prices."""
@@ -29,7 +26,7 @@ def bill(problem: Problem, job: Job, prediction: Prediction) -> Bill:
     steps = job.total_steps
     duration_ns = steps * prediction.step_ns
     energy = money = 0.0
-    for worker, busy in prediction.simulation.busy_share.items():
+    for worker, busy in prediction.simulation.lane_busy.items():
         view = problem.devices[worker]
         share = busy.get("compute", 0.0)
         energy += view.watts * (share + (1 - share) * IDLE_SHARE) * duration_ns / 1e9
@@ -38,6 +35,6 @@ def bill(problem: Problem, job: Job, prediction: Prediction) -> Bill:
     for link in problem.cluster.links:
         first, second = link.between
         per_gb[f"{first}>{second}"] = per_gb[f"{second}>{first}"] = link.price_per_gb
-    traffic = sum(size / 1e9 * per_gb.get(segment, 0.0) for segment, size in prediction.simulation.step_segment_bytes.items())
+    traffic = sum(size / 1e9 * per_gb.get(segment, 0.0) for segment, size in prediction.simulation.segment_bytes.items())
     return Bill(steps=steps, tokens=steps * job.step_tokens, duration_ns=duration_ns, energy_joules=energy,
                 device_money=money, traffic_money=traffic * steps)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from atoll.planner.advice import Advice
-from atoll.planner.bill import IDLE_SHARE, Bill
+from atoll.planner.bill import Bill
 from atoll.planner.predict import Prediction
 from atoll.planner.search import Decision, Trial, describe
 from atoll.planner.times import Problem
+from atoll.simulator.summary import IDLE_SHARE
 from atoll.units import format_bytes, format_count, format_duration
 
 __all__ = ["explain", "explain_bill", "explain_plan"]
@@ -48,11 +49,11 @@ def _some(count: int, one: str, many: str) -> str:
 def _limits(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
     """The busiest thing, and how busy the rest is."""
     simulation = prediction.simulation
-    compute = {worker: busy.get("compute", 0.0) for worker, busy in simulation.busy_share.items()}
+    compute = {worker: busy.get("compute", 0.0) for worker, busy in simulation.lane_busy.items()}
     worker = max(compute, key=compute.__getitem__)
     lines = [f"A step takes {format_duration(prediction.step_ns)}: that is what the simulator predicts for this very program."]
     segments = {segment: size / problem.network.capacity[segment] * 1e9 / prediction.step_ns
-                for segment, size in simulation.step_segment_bytes.items() if prediction.step_ns}
+                for segment, size in simulation.segment_bytes.items() if prediction.step_ns}
     busiest = max(segments, key=segments.__getitem__) if segments else ""
     if busiest and segments[busiest] > compute[worker]:
         lines.append(f"What limits it is the link {busiest}: its bytes alone keep it busy {segments[busiest]:.0%} of the step; "
@@ -63,9 +64,9 @@ def _limits(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
     if max(compute[worker], segments.get(busiest, 0.0)) < 0.75:
         lines.append("Nothing is busy all the time: what remains is waiting, for the pipeline to fill and drain and for the "
                      "latency of messages.")
-    memory = {name: simulation.peak_bytes[name] / problem.devices[name].memory_bytes for name in simulation.peak_bytes}
+    memory = {name: peak.total_bytes / problem.devices[name].memory_bytes for name, peak in simulation.peaks.items()}
     fullest = max(memory, key=memory.__getitem__)
-    lines.append(f"Memory is fullest on {fullest}: {format_bytes(simulation.peak_bytes[fullest])} of "
+    lines.append(f"Memory is fullest on {fullest}: {format_bytes(simulation.peaks[fullest].total_bytes)} of "
                  f"{format_bytes(problem.devices[fullest].memory_bytes)} ({memory[fullest]:.0%}).")
     return tuple(lines)
 

@@ -103,7 +103,7 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
 
 def _misfit(problem: Problem, prediction: Prediction) -> tuple[str, float] | None:
     """The worker that the simulated high-water overfills most, and by how many bytes."""
-    over = {worker: peak - problem.memory_bytes(worker) for worker, peak in prediction.simulation.peak_bytes.items()}
+    over = {name: peak.total_bytes - problem.memory_bytes(name) for name, peak in prediction.simulation.peaks.items()}
     worst = max(over, key=over.__getitem__)
     return (worst, over[worst]) if over[worst] > 0 else None
 
