@@ -69,14 +69,14 @@ def prepare(program: Program, worker: str) -> Prepared:
 
 def _in_place(instructions: tuple[Instruction, ...]) -> frozenset[Buffer]:
     """Sums that may be written over the gradient chunk they are of: those of whose chunk nothing unfinished is sent."""
-    sent = {instruction.buffer[1:] for instruction in instructions
+    sent = {instruction.buffer[1:3] for instruction in instructions
             if isinstance(instruction, Send) and instruction.buffer[0] in ("gradient", "partial")}
     result: set[Buffer] = set()
     for instruction in instructions:
         if isinstance(instruction, Reduce | Native) and instruction.target[0] in ("partial", "reduced"):
             source_is_chunk = (not isinstance(instruction, Native) or instruction.source[0] == "gradient"
                                or instruction.source in result)
-            if instruction.target[1:] not in sent and source_is_chunk:
+            if instruction.target[1:3] not in sent and source_is_chunk:
                 result.add(instruction.target)
     return frozenset(result)
 

@@ -119,7 +119,8 @@ def sum_of_squares(vector: torch.Tensor) -> torch.Tensor:
     float64 first took 25 times as long).
     """
     whole = vector.numel() // _BLOCK * _BLOCK
-    rest = torch.linalg.vector_norm(vector[whole:]).double().square()
+    rest: torch.Tensor = torch.linalg.vector_norm(vector[whole:]).double().square()
     if not whole:
         return rest
-    return torch.linalg.vector_norm(vector[:whole].view(-1, _BLOCK), dim=1).double().square().sum() + rest
+    blocks: torch.Tensor = torch.linalg.vector_norm(vector[:whole].view(-1, _BLOCK), dim=1)
+    return blocks.double().square().sum() + rest
