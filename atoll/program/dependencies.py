@@ -10,38 +10,50 @@ A step ends, for each worker by itself, when all of its instructions have ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
 
-from atoll.program.instructions import Buffer, Instruction
-
-__all__ = ["dependencies"]
+__all__ = ["Access", "dependencies"]
 
 
-def dependencies(instructions: Sequence[Instruction]) -> list[tuple[int, ...]]:
+class Access(Protocol):
+    """All that the rule looks at: an instruction, or its lane, reads and writes written down once."""
+
+    @property
+    def lane(self) -> str: ...
+
+    @property
+    def reads(self) -> Iterable[Hashable]: ...
+
+    @property
+    def writes(self) -> Iterable[Hashable]: ...
+
+
+def dependencies(instructions: Sequence[Access]) -> list[tuple[int, ...]]:
     """Return, for each instruction of ONE worker, the indices of the earlier ones it waits for (sorted, each once).
 
     Cost: O(reads + writes).
     """
     last_on_lane: dict[str, int] = {}
-    writer: dict[Buffer, int] = {}
-    readers: dict[Buffer, list[int]] = {}
+    users: dict[Hashable, list[int]] = {}  # of each buffer: its last writer (or -1), then those who read it since
     result: list[tuple[int, ...]] = []
     for index, instruction in enumerate(instructions):
-        waits: set[int] = set()
         lane = instruction.lane
-        if lane in last_on_lane:
-            waits.add(last_on_lane[lane])
+        waits = {last_on_lane.get(lane, -1)}
         last_on_lane[lane] = index
         for buffer in instruction.reads:
-            if buffer in writer:
-                waits.add(writer[buffer])
-            readers.setdefault(buffer, []).append(index)
+            since = users.get(buffer)
+            if since is None:
+                users[buffer] = [-1, index]
+            else:
+                waits.add(since[0])
+                since.append(index)
         for buffer in instruction.writes:
-            if buffer in writer:
-                waits.add(writer[buffer])
-            waits.update(readers.get(buffer, ()))
-            writer[buffer] = index
-            readers[buffer] = []
+            since = users.get(buffer)
+            if since is not None:
+                waits.update(since)
+            users[buffer] = [index]
+        waits.discard(-1)
         waits.discard(index)
         result.append(tuple(sorted(waits)))
     return result

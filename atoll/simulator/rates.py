@@ -49,17 +49,20 @@ def device_view(cluster: Cluster, device: Device) -> DeviceView:
 
 
 def operator_times(graph: Graph, view: DeviceView, precision: Precision, samples: int,
-                   calibration: Calibration | None = None) -> tuple[OperatorTimes, ...]:
-    """Times of every operator of ``graph`` for a microbatch of ``samples``, in graph order, ``speed`` included.
+                   calibration: Calibration | None = None,
+                   between: tuple[int, int] | None = None) -> tuple[OperatorTimes, ...]:
+    """Times of every operator of ``graph`` (or of those ``between`` two cuts) for a microbatch of ``samples``, in graph
+    order, ``speed`` included.
 
     The backward reads and writes about twice what the forward does (each input once more, each gradient once).
     """
+    operators = graph.operators if between is None else graph.operators[between[0]:between[1]]
     if calibration is not None and calibration.samples == samples and calibration.graph == graph.name:
-        return tuple(_scaled(calibration.operators[operator.name], view.speed) for operator in graph.operators)
+        return tuple(_scaled(calibration.operators[operator.name], view.speed) for operator in operators)
     rate = view.rate(precision.compute) * view.speed / 1e9
     bandwidth = view.memory_bytes_per_s * view.speed / 1e9
     result = []
-    for operator in graph.operators:
+    for operator in operators:
         traffic = (operator.read_bytes + operator.written_bytes) * samples / bandwidth
 
         def bound(flops: int, moved: float) -> int:

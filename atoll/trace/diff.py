@@ -131,7 +131,8 @@ def _repeat(spans: dict[SpanKey, Span], last: int, wanted: set[int]) -> None:
 def _durations(pairs: list[tuple[Span, Span]]) -> tuple[DurationError, ...]:
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for one, other in pairs:
-        key = (re.sub(r"[^A-Za-z_]|_\d*$", "", one.name.split("(")[0]).strip("_"), one.lane.partition(":")[0])
+        word = re.match(r"\d*([A-Za-z_]+)", one.name)  # "2F0": F; "2SEND_F0>5": SEND_F; "LOAD 0.3": LOAD
+        key = (word.group(1) if word else one.name, one.lane.partition(":")[0])
         groups.setdefault(key, []).append((one.end_ns - one.start_ns, other.end_ns - other.start_ns))
     result = []
     for (kind, lane), times in sorted(groups.items()):
