@@ -50,11 +50,12 @@ class Hello(_Said):
 
 class Ready(_Said):
     """``address``: where peers dial this worker (None: nowhere). ``store_port``: of the island's meeting place, 0 if it is not
-    here. ``program``: digest of the program as this worker lowered it."""
+    here. ``program``: digest of the program as this worker lowered it. ``card``: mark of a CUDA device of its own, else ""."""
 
     address: str | None
     store_port: int
     program: str
+    card: str
 
 
 class Beat(_Said):
@@ -101,7 +102,7 @@ class Start(_Said):
 
     addresses: dict[str, str | None]
     stores: dict[str, str]
-    facts: dict[str, dict[str, str | int | float | bool]]
+    cards: dict[str, str]
     origin_ns: int
 
 
@@ -197,6 +198,7 @@ class Head:
                 if isinstance(message, Beat):
                     outbox.put(Pulse(echo_ns=message.sent_ns, head_ns=now_ns))
                 self._events.put((worker, message, now_ns))
+            outbox.put(None)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             outbox.put(Abort(reason=f"the head did not understand worker {worker}: {error}; install the same version of "
                                     "Atoll on all machines"))
@@ -218,7 +220,8 @@ def _plain(peer: str) -> str:
 
 
 class Member:
-    """A worker's side. Everything it hears that ends the run goes into ``stop``, and so does the head's silence."""
+    """A worker's side. Everything it hears that ends the run goes into ``stop`` (and into ``ending``, the sentence as the
+    head said it), and so does the head's silence. ``offset_ns``: the head's clock minus this one's."""
 
     def __init__(self, name: str, bundle: Bundle, head_address: str, stop: Stop) -> None:
         self.name, self.offset_ns = name, 0
@@ -230,6 +233,7 @@ class Member:
         self._same_clock = False
         self._refusal = ""
         self._times: Timeouts | None = None
+        self.ending = ""
         self.ended = threading.Event()
         self.finished = threading.Event()
         self._channel: grpc.Channel | None = None
@@ -282,8 +286,8 @@ class Member:
     def close(self) -> None:
         self.finished.set()
         self._outbox.put(None)
-        self.ended.wait(1.0)
         if self._channel is not None:
+            self.ended.wait(1.0)
             self._channel.close()
 
     def _await(self, kind: type[T], patience_ns: int, what: str) -> T:
@@ -309,15 +313,19 @@ class Member:
         try:
             for data in call:
                 self._take(_FROM_HEAD.decode(data), time.monotonic_ns())
-        except grpc.RpcError as error:
+        except grpc.RpcError:
             reason = rpc.reason_of(call)
             if call.code() in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.PERMISSION_DENIED):
                 self._refusal = reason
             else:
                 reason = f"the head is gone: {reason}"
-            del error
         if not self.finished.is_set():
-            self._stop.set(reason)
+            self._end(reason)
+        self.ended.set()
+
+    def _end(self, reason: str) -> None:
+        self.ending = self.ending or reason
+        self._stop.set(reason)
         self.ended.set()
 
     def _take(self, message: Welcome | Start | Pulse | Abort | Finish, now_ns: int) -> None:
@@ -328,8 +336,7 @@ class Member:
                 self._shortest_ns = round_trip_ns
                 self.offset_ns = message.head_ns - (message.echo_ns + now_ns) // 2
         elif isinstance(message, Abort):
-            self._stop.set(message.reason)
-            self.ended.set()
+            self._end(message.reason)
         elif isinstance(message, Finish):
             self.finished.set()
         else:
@@ -343,7 +350,6 @@ class Member:
             self._outbox.put(Beat(sent_ns=now_ns, doing=doing()))
             silent = head_silent(self._last_heard_ns, now_ns, times)
             if silent is not None:
-                self._stop.set(silent)
-                self.ended.set()
+                self._end(silent)
             count += 1
             self.ended.wait(times.heartbeat_ns / 1e9 / (10 if count < _FIRST_BEATS else 1))

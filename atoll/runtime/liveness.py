@@ -48,7 +48,7 @@ class Timeouts(Record):
 def timeouts(max_pause_ns: int) -> Timeouts:
     """The one place where ``max_pause`` becomes time-outs."""
     return Timeouts(
-        max_pause_ns=max_pause_ns, heartbeat_ns=min(_SECOND, max_pause_ns // 10), silence_ns=max_pause_ns * 6 // 10,
+        max_pause_ns=max_pause_ns, heartbeat_ns=min(_SECOND // 4, max_pause_ns // 10), silence_ns=max_pause_ns * 6 // 10,
         settle_ns=min(_SECOND, max_pause_ns // 10), grace_ns=min(3 * _SECOND, max_pause_ns // 5), connect_ns=max_pause_ns,
         gather_ns=60 * max_pause_ns)
 

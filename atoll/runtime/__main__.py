@@ -1,0 +1,6 @@
+"""``python -m atoll.runtime NAME --head HOST:PORT --keys BUNDLE``: one worker (see ``worker.main``)."""
+
+from atoll.runtime.assembly import assemble
+from atoll.runtime.worker import leave, main
+
+leave(main(assemble))

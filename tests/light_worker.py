@@ -1,0 +1,81 @@
+"""A worker without a model, for tests of processes and links: each step hands a number once around the ring of workers.
+
+Run as ``python tests/light_worker.py NAME --head ... --keys ...`` (what ``drive`` is given as its command). What it does
+beside that is in ``documents.data``: {"steps_s": pause in each step, "fail": {worker: step at which it raises}}.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from atoll.cluster.network import Network
+from atoll.errors import DataError
+from atoll.runtime.clock import Clock
+from atoll.runtime.control import Member, Report
+from atoll.runtime.driver import plan_workers
+from atoll.runtime.keys import Bundle
+from atoll.runtime.liveness import Timeouts
+from atoll.runtime.transport.links import Links
+from atoll.runtime.worker import Documents, Place, Turn, leave, main
+from atoll.runtime.world import Stop
+from atoll.trace.span import Span
+
+
+class LightCrew:
+    card = ""
+
+    def __init__(self, documents: Documents, place: Place, bundle: Bundle, times: Timeouts, clock: Clock, stop: Stop) -> None:
+        self.documents, self.name, self.clock, self.stop = documents, place.name, clock, stop
+        self.program = documents.program
+        workers = plan_workers(documents)
+        position = workers.index(self.name)
+        self.first = position == 0
+        self.sends_to = [workers[(position + 1) % len(workers)]]
+        self.receives_from = [workers[position - 1]]
+        network = Network(documents.cluster)
+        shaped = Path(documents.run) / "links.bin" if documents.cluster.emulation is not None else None
+        self.links = Links(self.name, workers, network, documents.head, bundle, stop, times, buckets=shaped,
+                           max_message_bytes=1 << 20, device=torch.device("cpu"))
+        self.at = "waiting"
+
+    def run(self, turn: Turn) -> Report:
+        options = self.documents.data or {}
+        if options.get("fail", {}).get(self.name) == turn.step:
+            raise DataError("the corpus ends here")
+        started = self.clock.now()
+        label = f"{turn.kind}:{turn.step}"
+        self.at = "2B3 on compute"
+        time.sleep(options.get("step_s", 0.0))
+        channel = self.links.channel
+        total = torch.zeros(1, dtype=torch.float64)
+        for lap in ("sum", "tell"):
+            if not self.first:
+                total = channel.receive(self.receives_from[0], f"{label}:{lap}")[0] + (lap == "sum")
+            channel.send(self.sends_to[0], f"{label}:{lap}", [total])
+            if self.first:
+                total = channel.receive(self.receives_from[0], f"{label}:{lap}")[0]
+        self.at = ""
+        span = Span(worker=self.name, step=turn.step, instruction=0, name="0F0", lane="compute", start_ns=started,
+                    end_ns=self.clock.now())
+        return Report(kind=turn.kind, step=turn.step, spans=(span,), figures={
+            "loss": float(total), "tokens": 8, "gradient_norm": 1.0, "learning_rate": 0.1, "committed": 1.0})
+
+    def doing(self) -> str:
+        return self.at
+
+    def close(self) -> None:
+        return None
+
+
+def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts, clock: Clock, stop: Stop,
+             member: Member) -> LightCrew:
+    return LightCrew(documents, place, bundle, times, clock, stop)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    leave(main(assemble, sys.argv[1:]))
