@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as arrow
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from atoll.errors import DataError
 from atoll.policies.data.order import held_out, permute, samples, samples_at
@@ -342,7 +343,7 @@ def test_microbatches_do_not_depend_on_who_asks(packed: Packed) -> None:
     whole = batches.microbatch("train", 5, 0, 12)["tokens"]
     for cuts in ((0, 4, 8, 12), (0, 1, 7, 12)):
         parts = [batches.microbatch("train", 5, low, high - low)["tokens"]
-                 for low, high in zip(cuts, cuts[1:], strict=False)]
+                 for low, high in pairwise(cuts)]
         assert torch.equal(torch.cat(parts), whole)
     other = PackedBatches(packed, seed=4, global_batch=12, sequence_length=16)
     assert not torch.equal(other.microbatch("train", 5, 0, 12)["tokens"], whole)
@@ -360,7 +361,7 @@ def test_cache_is_used_again_and_follows_the_files(tmp_path: Path) -> None:
     second = prepare(spec, 16, tmp_path / "cache")
     assert second.folder != first.folder and second.facts.digest != first.facts.digest
     (second.folder / "train.bin").write_bytes(b"cut short")
-    with pytest.raises(DataError, match="train.bin has 9 bytes"):
+    with pytest.raises(DataError, match=r"train\.bin has 9 bytes"):
         open_packed(second.folder)
     assert prepare(spec, 16, tmp_path / "cache").facts == second.facts
     tokens = np.memmap(second.folder / "train.bin", dtype=np.uint16, mode="r+")
@@ -416,11 +417,11 @@ def test_machines_with_other_data_are_named(tmp_path: Path, packed: Packed) -> N
     for path in changed.iterdir():
         path.write_text(path.read_text().replace("fox", "cat"))
     swapped = prepare(DataSpec(source=str(changed), validation=0.1), 16, tmp_path / "cache")
-    with pytest.raises(DataError, match="machine south .*train token ids differ"):
+    with pytest.raises(DataError, match=r"machine south .*train token ids differ"):
         compare(swapped.facts, packed.facts, "south")
     bpe = TokenizerSpec(kind="bpe", vocabulary=280)
     other = prepare(DataSpec(source=str(changed), validation=0.1, tokenizer=bpe), 16, tmp_path / "cache")
-    with pytest.raises(DataError, match="machine south .*tokenizer"):
+    with pytest.raises(DataError, match=r"machine south .*tokenizer"):
         compare(other.facts, swapped.facts, "south")
 
 

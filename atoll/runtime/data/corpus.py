@@ -141,9 +141,9 @@ def _stdlib() -> tuple[Source, ...]:
         raise DataError(f"data.source 'stdlib': no .py files under {root} (a Python without sources); "
                         "point data.source at text files instead")
     kept, total = [], 0
-    for name, path, size in sorted(found, key=lambda item: _chance(item[0])):
+    for relative, path, size in sorted(found, key=lambda item: _chance(item[0])):
         if total + size <= STDLIB_CAP_BYTES:
-            kept.append(Source(name, path, "text"))
+            kept.append(Source(relative, path, "text"))
             total += size
     return tuple(sorted(kept))
 
