@@ -132,32 +132,34 @@ CLUSTER: dict[str, Any] = {
 }
 
 
-def write_run(folder: Path, steps: int = 40) -> Path:
+def write_run(folder: Path, steps: int = 40, microbatches: int = 8) -> Path:
     """A whole run folder as the driver leaves it."""
     folder.mkdir(parents=True, exist_ok=True)
-    predicted, measured = make_trace("simulated", 3), make_trace("measured", steps, noise=0.05)
+    predicted = make_trace("simulated", 3, microbatches=microbatches)
+    measured = make_trace("measured", steps, noise=0.05, microbatches=microbatches)
     write_trace(folder / "predicted.trace.jsonl", predicted)
     write_trace(folder / "trace.jsonl", measured)
     (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
     (folder / "job.yaml").write_text(json.dumps({
-        "name": "demo", "model": {"family": "gpt2", "layers": 6}, "sequence_length": 128, "global_batch": 16, "steps": steps,
+        "name": "demo", "model": {"family": "gpt2", "layers": 6}, "sequence_length": 128, "global_batch": 2 * microbatches, "steps": steps,
         "precision": "fp32", "optimizer": {"rule": "adamw", "rate": 0.0006}}))
     (folder / "plan.yaml").write_text(json.dumps({
         "job": "demo", "cluster": "c", "graph": "g", "schedule": "1f1b", "chunks": 1, "microbatch_samples": 2,
-        "replicas": [{"microbatches": 8, "stages": [
+        "replicas": [{"microbatches": microbatches, "stages": [
             {"first": f"h.{2 * i}", "last": f"h.{2 * i + 1}", "worker": name, "recompute": False}
             for i, name in enumerate(WORKERS)]}], "bucket_bytes": 1 << 22, "collective": "ring", "native": False}))
     (folder / "explain.txt").write_text(
         "One replica of four stages: ant, bee, cat, dog; eight microbatches of two sequences, schedule 1f1b.\n"
         "bee limits the step: at half speed its forward and backward take 122 ms a microbatch.\n"
         "Two replicas were refused: gradients over the 50 Mbit/s link would add 1.9 s a step.\n")
-    lines = []
+    lines: list[dict[str, Any]] = []
+    tokens = 256 * microbatches
     for step in range(steps):
         spans = [span for span in measured.spans if span.step == step]
         start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
-        lines.append({"step": step, "loss": 5.6 * 0.96 ** step + 2 + random.Random(step).uniform(-0.1, 0.1), "tokens": 2048,
+        lines.append({"step": step, "loss": 5.6 * 0.96 ** step + 2 + random.Random(step).uniform(-0.1, 0.1), "tokens": tokens,
                       "gradient_norm": 1.0, "learning_rate": 6e-4, "step_ns": end - start,
-                      "tokens_per_s": 2048e9 / (end - start), "time_ns": end})
+                      "tokens_per_s": tokens * 1e9 / (end - start), "time_ns": end})
         if step % 10 == 9:
             lines.append({"step": step, "validation_loss": 5.6 * 0.96 ** step + 2.08})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
