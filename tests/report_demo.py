@@ -141,8 +141,8 @@ def write_run(folder: Path, steps: int = 40, microbatches: int = 8) -> Path:
     write_trace(folder / "trace.jsonl", measured)
     (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
     (folder / "job.yaml").write_text(json.dumps({
-        "name": "demo", "model": {"family": "gpt2", "layers": 6}, "sequence_length": 128, "global_batch": 2 * microbatches, "steps": steps,
-        "precision": "fp32", "optimizer": {"rule": "adamw", "rate": 0.0006}}))
+        "name": "demo", "model": {"family": "gpt2", "layers": 6}, "sequence_length": 128, "global_batch": 2 * microbatches,
+        "steps": steps, "precision": "fp32", "optimizer": {"rule": "adamw", "rate": 0.0006}}))
     (folder / "plan.yaml").write_text(json.dumps({
         "job": "demo", "cluster": "c", "graph": "g", "schedule": "1f1b", "chunks": 1, "microbatch_samples": 2,
         "replicas": [{"microbatches": microbatches, "stages": [

@@ -97,6 +97,17 @@ def test_own_lanes_are_waited_for_by_name_and_shares_sum_to_the_step() -> None:
         assert min(one.compute_ns, one.exposed_ns, one.idle_ns, *one.waiting_ns.values()) >= 0
 
 
+def test_whoever_comes_last_to_a_collective_is_waited_for() -> None:
+    spans = [span("a", "0F0", "compute", 0, 10), span("a", "ALL_REDUCE 0.0", "native", 10, 50, index=1, size=64),
+             span("a", "UPDATE adamw 0", "compute", 50, 60, index=2), span("b", "0F0", "compute", 0, 30),
+             span("b", "ALL_REDUCE 0.0", "native", 30, 50, index=1, size=64),
+             span("b", "UPDATE adamw 0", "compute", 50, 60, index=2)]
+    a, b = worker_shares(spans, ("a", "b"))
+    assert (a.exposed_ns, a.waiting_ns) == (20, {"b": 20})
+    assert (b.exposed_ns, b.waiting_ns) == (20, {})
+    assert link_use(spans) == {("a", ""): (1, 64, 20), ("b", ""): (1, 64, 20)}
+
+
 def test_messages_meet_in_program_order_even_when_the_clocks_disagree() -> None:
     spans = [span("a", "x", "out:b", 9, 10, index=5), span("a", "y", "out:b", 0, 3, index=2),
              span("b", "x", "in:a", 5, 6, index=8), span("b", "y", "in:a", 7, 9, index=4),

@@ -6,7 +6,8 @@ trace and a measured one in the same way. Times are integers in ns from the run'
 *Shares of a worker.* A step's window runs from the first start to the last end over ALL workers. What the compute lane does
 not fill is divided: while a message to this worker (or a collective it takes part in) is under way it is *exposed
 communication*; the rest is *waiting* for whoever ended the gap, that is the sender of the message that arrived last before
-compute went on, or a lane of the worker's own. What nothing explains is *idle*. The four sum to the window.
+compute went on, the last to come to a collective, or a lane of the worker's own. What nothing explains is *idle*. The four
+sum to the window.
 """
 
 from __future__ import annotations
@@ -228,11 +229,20 @@ def kind_means_ns(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
 
 
 def link_use(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """By directed pair (source, target): messages, bytes, ns in which the out-lane was taken."""
+    """By directed pair (source, target): messages, bytes, ns in which the out-lane was taken.
+
+    Collectives that a library does whole are listed as (worker, "") with the size of what they sum, timed from the moment
+    at which all members had come.
+    """
+    known = list(spans)
+    met = _meetings(known)
     found: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for (worker, lane), row in by_lane(span for span in spans if span.lane.startswith("out:")).items():
-        busy = sum(high - low for low, high in _merged((span.start_ns, span.end_ns) for span in row))
-        found[worker, lane[4:]] = (len(row), sum(span.size_bytes for span in row), busy)
+    for (worker, lane), row in by_lane(known).items():
+        if lane.startswith("out:") or lane == "native":
+            taken = _merged((met[worker, span.instruction][0] if lane == "native" else span.start_ns, span.end_ns)
+                            for span in row)
+            peer = "" if lane == "native" else lane[4:]
+            found[worker, peer] = (len(row), sum(span.size_bytes for span in row), sum(high - low for low, high in taken))
     return dict(sorted(found.items()))
 
 
@@ -262,6 +272,7 @@ def worker_shares(spans: Sequence[Span], workers: Sequence[str]) -> list[Shares]
     """Shares of every worker in ONE step, in the order of ``workers`` (see the top of this file for the rule)."""
     whole = window(spans)
     lanes = by_lane(spans)
+    met = _meetings(spans)
     moving: dict[str, list[tuple[int, int]]] = {}
     for message in messages(spans):
         end_ns = message.receive.end_ns if message.receive else message.send.end_ns
@@ -273,13 +284,40 @@ def worker_shares(spans: Sequence[Span], workers: Sequence[str]) -> list[Shares]
         causes = sorted((span for (owner, lane), others in lanes.items() for span in others
                          if owner == worker and lane != "compute" and not lane.startswith("out:")),
                         key=lambda span: span.end_ns)
-        wire = moving.get(worker, []) + [(span.start_ns, span.end_ns) for span in lanes.get((worker, "native"), ())]
-        result.append(_shares(worker, whole, compute, causes, list(_merged(wire))))
+        wire = moving.get(worker, []) + [(met[worker, span.instruction][0], span.end_ns)
+                                         for span in lanes.get((worker, "native"), ())]
+        blame = {(span.lane, span.instruction): _blamed(span, met) for span in causes}
+        result.append(_shares(worker, whole, compute, causes, blame, list(_merged(wire))))
     return result
 
 
+def _meetings(spans: Sequence[Span]) -> dict[tuple[str, int], tuple[int, str]]:
+    """By (worker, instruction) of each collective: when the last of its members came, and who that was.
+
+    Members of a collective are the spans of one name on native lanes (the k-th of each worker, should a name repeat).
+    """
+    groups: dict[tuple[str, int], list[Span]] = {}
+    repeats: dict[tuple[str, str], int] = {}
+    for span in sorted((span for span in spans if span.lane == "native"), key=lambda span: span.instruction):
+        number = repeats[span.worker, span.name] = repeats.get((span.worker, span.name), -1) + 1
+        groups.setdefault((span.name, number), []).append(span)
+    found = {}
+    for members in groups.values():
+        last = max(members, key=lambda span: span.start_ns)
+        found.update({(span.worker, span.instruction): (last.start_ns, last.worker) for span in members})
+    return found
+
+
+def _blamed(span: Span, met: Mapping[tuple[str, int], tuple[int, str]]) -> str:
+    """Who is waited for until ``span`` ends: a peer, or a lane of the worker's own."""
+    if span.lane.startswith("in:"):
+        return span.lane[3:]
+    last = met.get((span.worker, span.instruction), (0, span.worker))[1]
+    return last if span.lane == "native" and last != span.worker else span.lane
+
+
 def _shares(worker: str, whole: Window, compute: list[tuple[int, int]], causes: list[Span],
-            wire: list[tuple[int, int]]) -> Shares:
+            blame: Mapping[tuple[str, int], str], wire: list[tuple[int, int]]) -> Shares:
     ends = [span.end_ns for span in causes]
     starts = [low for low, _ in wire]
     exposed = idle = 0
@@ -294,7 +332,7 @@ def _shares(worker: str, whole: Window, compute: list[tuple[int, int]], causes: 
             if ended_by is None or low == whole.end_ns:
                 idle += low - at - under_way
             else:
-                who = ended_by.lane.removeprefix("in:")
+                who = blame[ended_by.lane, ended_by.instruction]
                 waiting[who] = waiting.get(who, 0) + low - at - under_way
         at = max(at, high)
     return Shares(worker=worker, compute_ns=sum(high - low for low, high in compute), exposed_ns=exposed,

@@ -146,12 +146,13 @@ def draw_links(path: Path, predicted: Sequence[Span] | None, measured: Sequence[
                 for y, value, text in zip(at, values, texts, strict=True):
                     axes.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=6.8,
                                   color=style.MUTED)
-        names = [f"{source} → {target}" if source != target else f"inside {source}" for source, target in ordered]
+        names = [f"{source}, collectives" if not target else f"{source} → {target}" if source != target
+                 else f"inside {source}" for source, target in ordered]
         for axes, title in ((left, f"sent in a step ({unit})"), (right, "busy, share of the step (%)")):
             _bar_axes(axes, title, len(ordered))
         left.set_yticks(range(len(ordered)), names, color=style.INK)
         for key, label in zip(ordered, left.get_yticklabels(), strict=True):
-            if where.get(key[0], key[0]) != where.get(key[1], key[1]):
+            if key[1] and where.get(key[0], key[0]) != where.get(key[1], key[1]):
                 label.set_color(style.ACCENT)
         right.set_yticks([])
         left.set_xlim(0, left.get_xlim()[1] * 1.16)
@@ -164,7 +165,7 @@ def draw_links(path: Path, predicted: Sequence[Span] | None, measured: Sequence[
 def _by_island(use: LinkUse, islands: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int, int]]:
     summed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for (source, target), figures in use.items():
-        summed.setdefault((islands.get(source, "all"), islands.get(target, "all")), []).append(figures)
+        summed.setdefault((islands.get(source, "all"), islands.get(target, "all") if target else ""), []).append(figures)
     return {key: (sum(row[0] for row in rows), sum(row[1] for row in rows), sum(row[2] for row in rows) // len(rows))
             for key, rows in summed.items()}
 
@@ -220,7 +221,7 @@ def draw_workers(path: Path, predicted: Sequence[Span] | None, measured: Sequenc
 def _share_bar(axes: Axes, shares: Shares, y: float, thick: float, inch: float) -> None:
     parts = [(shares.compute_ns, PARTS[0][1], f"{100 * shares.compute_ns / max(shares.total_ns, 1):.0f} %"),
              (shares.exposed_ns, PARTS[1][1], f"{100 * shares.exposed_ns / max(shares.total_ns, 1):.0f} %")]
-    words = {"native": "collective", "copy": "own copies", "disk": "data"}
+    words = {"native": "the collective", "copy": "own copies", "disk": "data"}
     parts += [(ns, PARTS[2][1], f"for {words.get(who, who)}")
               for who, ns in sorted(shares.waiting_ns.items(), key=lambda pair: -pair[1])]
     parts.append((shares.idle_ns, PARTS[3][1], ""))

@@ -189,7 +189,9 @@ def _timeline(figures: Mapping[str, Figure]) -> str:
 
 def _links(comparison: Comparison, figures: Mapping[str, Figure]) -> str:
     table = lane_table(comparison, links_only=True)
-    drawn = _figure(figures, "links", "Bytes of one step and share of the step in which each directed link was taken.")
+    drawn = _figure(figures, "links", (
+        "Bytes of one step and share of the step in which each directed link was taken, from the sender's side. Collectives "
+        "that a library does whole stand under their worker, with the size of what they sum."))
     return f"<h2>Links</h2>{drawn}{_folded('Links in figures', table)}" if drawn or table.rows else ""
 
 

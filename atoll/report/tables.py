@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from atoll.records import Record
+from atoll.errors import AtollError
+from atoll.records import Record, from_plain
 from atoll.report.compare import Comparison
 from atoll.report.run import worker_machines
-from atoll.units import Bandwidth, Duration, Quantity, format_bandwidth, format_bytes, format_duration
+from atoll.units import Bandwidth, Duration, Quantity, format_bandwidth, format_bytes, format_duration, format_flop_rate
 
 __all__ = ["Table", "cluster_tables", "kind_table", "lane_table", "memory_table", "plan_table", "prediction_links",
            "prediction_workers", "signed", "step_table", "worker_table"]
@@ -53,13 +54,14 @@ def step_table(comparison: Comparison) -> Table:
     step = comparison.step
     spread = NONE if step.low_ns is None or step.high_ns is None else (
         f"{format_duration(step.low_ns)} to {format_duration(step.high_ns)}")
-    return Table(title="Step", columns=("", "predicted", "measured", "error"), rows=(
+    rows = (
         ("step time (median)", _show(step.predicted_ns, format_duration), _show(step.measured_ns, format_duration),
          signed(step.error_percent)),
-        (f"middle 80 % of {step.steps} steps", "", spread, ""),
+        *(((f"middle 80 % of {step.steps} steps", "", spread, ""),) if step.steps > 1 else ()),
         ("bubble, share of the step", _share(step.predicted_bubble_makespan), _share(step.measured_bubble_makespan), ""),
         ("bubble, share of each worker's own span", _share(step.predicted_bubble_span), _share(step.measured_bubble_span), ""),
-    ))
+    )
+    return Table(title="Step", columns=("", "predicted", "measured", "error"), rows=rows)
 
 
 def worker_table(comparison: Comparison) -> Table:
@@ -87,9 +89,10 @@ def lane_table(comparison: Comparison, *, links_only: bool = False) -> Table:
     """Bytes and time of each lane in one step; ``links_only``: just what goes out to peers."""
     rows = []
     for row in comparison.lanes:
-        if links_only and not row.lane.startswith("out:"):
+        if links_only and not row.lane.startswith(("out:", "native")):
             continue
-        name = (f"{row.worker} → {row.lane[4:]}",) if links_only else (row.worker, row.lane)
+        link = f"{row.worker} → {row.lane[4:]}" if row.lane != "native" else f"{row.worker}, collectives"
+        name = (link,) if links_only else (row.worker, row.lane)
         rows.append((*name, _show(row.predicted_bytes, format_bytes), _show(row.measured_bytes, format_bytes),
                      _show(row.predicted_busy_ns, format_duration), _show(row.measured_busy_ns, format_duration),
                      signed(row.error_percent)))
@@ -157,9 +160,9 @@ def cluster_tables(cluster: Mapping[str, Any]) -> list[Table]:
         device = entry["device"]
         speed = device.get("speed", 1.0)
         workers.append((worker, entry["machine"], entry["island"], str(device.get("kind", NONE)),
-                        f"{speed:g}" if isinstance(speed, int | float) else str(speed)))
-    tables.append(Table(title="Workers", columns=("worker", "machine", "island", "device", "speed"), rows=tuple(workers),
-                        labels=4))
+                        f"{speed:g}" if isinstance(speed, int | float) else str(speed), *_figures_of(device)))
+    tables.append(Table(title="Workers", columns=("worker", "machine", "island", "device", "speed", "memory", "peak float32",
+                                                  "peak bfloat16"), rows=tuple(workers), labels=4))
     rows = [(f"inside {name}", _quantity(island.get("bandwidth"), Bandwidth, format_bandwidth), "",
              _quantity(island.get("latency", 0), Duration, format_duration), "island")
             for name, island in (islands or {}).items() if isinstance(island, dict)]
@@ -175,6 +178,20 @@ def cluster_tables(cluster: Mapping[str, Any]) -> list[Table]:
                      _quantity(segment.get("latency", 0), Duration, format_duration), "shared segment"))
     tables.append(Table(title="Links", columns=("link", "there", "back", "latency", "kind"), rows=tuple(rows)))
     return tables
+
+
+def _figures_of(device: dict[str, Any]) -> tuple[str, str, str]:
+    """Memory and peak rates (speed included) as the catalogue completes them; dashes where it cannot."""
+    from atoll.cluster.catalogue import resolve
+    from atoll.cluster.cluster import Device
+
+    try:
+        known = resolve(from_plain(device, Device))
+    except AtollError:
+        return NONE, NONE, NONE
+    rates = [known.flops.get(dtype) for dtype in ("float32", "bfloat16")]
+    single, half = (_show(rate and rate * known.speed, format_flop_rate) for rate in rates)
+    return _show(known.memory, format_bytes), single, half
 
 
 def _dictionaries(value: Any) -> Sequence[dict[str, Any]]:
