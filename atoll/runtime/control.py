@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
-from atoll.errors import WorkerLostError, WorkplaceError
+from atoll.errors import AtollError, CheckpointError, WorkerLostError, WorkplaceError
+from atoll.runtime.handover import Files
 from atoll.runtime.keys import Bundle
 from atoll.runtime.liveness import Timeouts, head_silent
 from atoll.runtime.transport import rpc
@@ -66,12 +67,13 @@ class Beat(_Said):
 
 
 class Report(_Said):
-    """One step is done. ``kind``: "train", "evaluate" or "save". ``figures``: loss, tokens, ... by name. ``spans``: times from
+    """One step is done. ``kind``: "train", "evaluate" or "save". ``figures``: loss, tokens, ... by name
+    (None: not a finite number, which JSON cannot say). ``spans``: times from
     the origin of the run. ``extra``: what else belongs to the kind (a shard's entry)."""
 
     kind: str
     step: int
-    figures: dict[str, float]
+    figures: dict[str, float | None]
     spans: tuple[Span, ...] = ()
     extra: Any = None
 
@@ -142,17 +144,20 @@ def boot_mark() -> str:
 
 
 class Head:
-    """The service. ``events`` receives (worker, message, time of arrival); ``machines``: worker -> machine."""
+    """The service. ``events`` receives (worker, message, time of arrival); ``machines``: worker -> machine; ``files``: what
+    machines without a common disk may hand over and fetch."""
 
     def __init__(self, bundle: Bundle, bind: str, machines: Mapping[str, str], times: Timeouts,
-                 events: queue.SimpleQueue[tuple[str, FromWorker, int]]) -> None:
-        self._machines, self._events = dict(machines), events
+                 events: queue.SimpleQueue[tuple[str, FromWorker, int]], files: Files) -> None:
+        self._machines, self._events, self._files = dict(machines), events, files
         self._outboxes: dict[str, queue.SimpleQueue[_Said | None]] = {}
         self._peers: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._server, self.port = rpc.serve(
-            bundle, bind, _SERVICE, {"join": grpc.stream_stream_rpc_method_handler(self._join)}, threads=len(machines) + 4,
-            max_message_bytes=_MESSAGE_BYTES, keepalive_ns=times.silence_ns)
+        methods = {"join": grpc.stream_stream_rpc_method_handler(self._join),
+                   "upload": grpc.stream_unary_rpc_method_handler(self._upload),
+                   "download": grpc.unary_stream_rpc_method_handler(self._download)}
+        self._server, self.port = rpc.serve(bundle, bind, _SERVICE, methods, threads=2 * len(machines) + 4,
+                                            max_message_bytes=_MESSAGE_BYTES, keepalive_ns=times.silence_ns)
 
     def send(self, worker: str, message: _Said) -> None:
         """Queue a message; it is dropped when the worker is gone."""
@@ -189,6 +194,21 @@ class Head:
         threading.Thread(target=self._listen, args=(worker, requests, outbox), name=f"control:{worker}", daemon=True).start()
         while (message := outbox.get()) is not None:
             yield _bytes(message)
+
+    def _upload(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        worker = rpc.claimed_worker(context, self._machines)
+        try:
+            self._files.take(worker, chunks)
+        except AtollError as error:
+            rpc.refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return b""
+
+    def _download(self, path: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        rpc.claimed_worker(context, self._machines)
+        try:
+            yield from self._files.give(path.decode(errors="replace"))
+        except AtollError as error:
+            rpc.refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     def _listen(self, worker: str, requests: Iterator[bytes], outbox: queue.SimpleQueue[_Said | None]) -> None:
         try:
@@ -268,6 +288,23 @@ class Member:
     def report(self, report: Report) -> None:
         """Hand a step's report on; never waits for the head."""
         self._outbox.put(report)
+
+    def upload(self, chunks: Iterator[bytes]) -> None:
+        """Hand a file to the head (see ``handover``). Raises ``CheckpointError`` when it does not take it."""
+        assert self._channel is not None, "join first"
+        try:
+            self._channel.stream_unary(f"/{_SERVICE}/upload")(chunks, metadata=tuple(rpc.metadata(self.name)))
+        except grpc.RpcError as error:
+            raise CheckpointError(f"worker {self.name} could not hand its shard to the head: {rpc.reason_of(error)}") from None
+
+    def download(self, path: str) -> Iterator[bytes]:
+        """A file of the head, in pieces. Raises ``CheckpointError`` when it does not come."""
+        assert self._channel is not None, "join first"
+        try:
+            yield from self._channel.unary_stream(f"/{_SERVICE}/download")(
+                path.encode(), metadata=tuple(rpc.metadata(self.name)))
+        except grpc.RpcError as error:
+            raise CheckpointError(f"worker {self.name} could not fetch {path} from the head: {rpc.reason_of(error)}") from None
 
     def trouble(self, error: BaseException) -> None:
         """Tell the head, which decides what it means; then wait for its decision (it comes as a stop)."""

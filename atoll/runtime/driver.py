@@ -18,6 +18,7 @@ import atoll.errors
 from atoll.cluster.network import Network
 from atoll.errors import AtollError, ProgramError, WorkerLostError, WorkplaceError
 from atoll.records import Record, digest, to_plain
+from atoll.runtime.checkpoint.trained import CHECKPOINTS
 from atoll.runtime.control import (
     Abort,
     Beat,
@@ -34,6 +35,7 @@ from atoll.runtime.control import (
     Welcome,
     boot_mark,
 )
+from atoll.runtime.handover import Files
 from atoll.runtime.keys import make_run_keys, read_bundle
 from atoll.runtime.liveness import (
     Accused,
@@ -138,15 +140,15 @@ def plan_workers(documents: Documents) -> tuple[str, ...]:
 
 
 def drive(documents: Documents, folder: Path, *, on_event: Callable[[RunEvent], None], commit: Commit | None = None,
-          trained: Callable[[int], None] | None = None, command: Sequence[str] = COMMAND) -> RunResult:
+          command: Sequence[str] = COMMAND) -> RunResult:
     """Run the job to its end. ``folder``: of the run; keys, logs, traces go there.
 
     An emulated cluster: all workers are started here. Else those of machine ``documents.head``, and the others are
-    awaited (``Waiting``). ``commit`` is called after each save, ``trained`` after each training step (the ledger).
+    awaited (``Waiting``). ``commit`` is called after each save.
     Raises ``WorkerLostError`` naming the machine and what it was doing, ``WorkplaceError`` (a port in use, nobody came),
     or the error by which a worker failed. All processes it started are gone when it returns.
     """
-    run = _Run(documents, folder, on_event, commit, trained)
+    run = _Run(documents, folder, on_event, commit)
     try:
         run.open(command)
         run.gather()
@@ -160,10 +162,9 @@ def drive(documents: Documents, folder: Path, *, on_event: Callable[[RunEvent], 
 
 
 class _Run:
-    def __init__(self, documents: Documents, folder: Path, on_event: Callable[[RunEvent], None], commit: Commit | None,
-                 trained: Callable[[int], None] | None) -> None:
+    def __init__(self, documents: Documents, folder: Path, on_event: Callable[[RunEvent], None], commit: Commit | None) -> None:
         self.documents, self.folder, self.on_event = documents, folder, on_event
-        self.commit, self.trained = commit, trained
+        self.commit = commit
         self.job = documents.job
         self.times = timeouts(int(self.job.max_pause))
         self.network = Network(documents.cluster)
@@ -195,7 +196,8 @@ class _Run:
         (self.folder / LINKS_FILE).unlink(missing_ok=True)
         machines = dict.fromkeys((self.documents.head, *self.machines.values()))
         paths = make_run_keys(keys, machines, head=self.documents.head, head_address=address)
-        self.head = Head(read_bundle(paths[self.documents.head]), bind, self.machines, self.times, self.events)
+        self.head = Head(read_bundle(paths[self.documents.head]), bind, self.machines, self.times, self.events,
+                         Files(self.folder / CHECKPOINTS, self._offered()))
         address = f"{address.rpartition(':')[0]}:{self.head.port}"
         for worker in self.workers:
             bundle = paths[self.machines[worker]]
@@ -203,6 +205,9 @@ class _Run:
                 self.processes.start(worker, [*command, worker, "--head", address, "--keys", str(bundle)], one_thread=emulated)
             else:
                 self.on_event(Waiting(worker=worker, machine=self.machines[worker], bundle=str(bundle)))
+
+    def _offered(self) -> list[Path]:
+        return [Path(self.documents.resume)] if self.documents.resume else []
 
     def _place(self, all_here: bool) -> tuple[str, str]:
         """Where the control service listens, and the address that workers dial."""
@@ -320,7 +325,7 @@ class _Run:
         if report.kind == "train":
             self._trained(report, at_ns)
         elif report.kind == "evaluate":
-            loss = report.figures["loss"]
+            loss = _number(report, "loss")
             self.evaluations.append((report.step, loss))
             self.on_event(Evaluated(step=report.step, loss=loss))
         elif self.commit is not None:
@@ -333,24 +338,22 @@ class _Run:
         first_name, first = next(iter(together.items()))
         for worker, report in together.items():
             for name, value in report.figures.items():
-                other = first.figures.get(name, math.nan)
-                if value != other and not (math.isnan(value) and math.isnan(other)):
+                other = first.figures.get(name)
+                if value != other:
                     raise ProgramError(f"after {kind} {step}, worker {worker} has {name} {value!r} and {first_name} {other!r}: "
                                        "they no longer train one model; report this with the run's folder")
 
     def _trained(self, report: Report, at_ns: int) -> None:
-        figures = report.figures
         duration_ns = at_ns - self.last_step_ns
         self.last_step_ns = at_ns
-        self.losses.append(figures["loss"])
+        ended = StepEnded(
+            step=report.step, total=self.job.total_steps, loss=_number(report, "loss"), tokens=int(_number(report, "tokens")),
+            gradient_norm=_number(report, "gradient_norm"), learning_rate=_number(report, "learning_rate"),
+            committed=bool(report.figures["committed"]), duration_ns=duration_ns)
+        self.losses.append(ended.loss)
         self.step_ns.append(duration_ns)
-        self.tokens += int(figures["tokens"])
-        if self.trained is not None:
-            self.trained(report.step)
-        self.on_event(StepEnded(
-            step=report.step, total=self.job.total_steps, loss=figures["loss"], tokens=int(figures["tokens"]),
-            gradient_norm=figures["gradient_norm"], learning_rate=figures["learning_rate"],
-            committed=bool(figures["committed"]), duration_ns=duration_ns))
+        self.tokens += ended.tokens
+        self.on_event(ended)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -394,3 +397,8 @@ class _Run:
     def _head(self) -> Head:
         assert self.head is not None, "open first"
         return self.head
+
+
+def _number(report: Report, name: str) -> float:
+    value = report.figures[name]
+    return math.nan if value is None else value
