@@ -7,8 +7,8 @@
 * Saved bytes: storages autograd keeps, each once, charged to the operation that keeps it first; parameters, model inputs
   and constants (what depends on no input) excluded.
 * Read and written bytes: every operation that makes a new tensor reads its activations and writes its result once; views
-  cost nothing; parameters are not counted (they are read once a pass, not once a sample); an embedding reads the rows it
-  looks up.
+  cost nothing; parameters and what is computed from them alone are not counted (they are read once a pass, not once a
+  sample); an embedding reads the rows it looks up.
 """
 
 from __future__ import annotations

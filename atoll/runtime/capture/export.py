@@ -198,7 +198,7 @@ def _clean(source: ModelSource, graph: fx.Graph, output: fx.Node) -> fx.Node:
 
 
 def _described(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"a tensor of shape {[at_samples(size, 1) for size in value.shape]}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:

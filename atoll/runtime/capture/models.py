@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from atoll.errors import GraphError
+from atoll.graph.build import model_name
 from atoll.graph.config import model_config, position_limit
 from atoll.graph.spec import ModelSpec
 
@@ -67,20 +68,15 @@ def model_source(spec: ModelSpec, sequence_length: int) -> ModelSource:
     family, config = resolved
     limit = position_limit(family, config)
     if sequence_length > limit:
-        raise GraphError(f"job.sequence_length: {sequence_length} is longer than the {limit} positions of {spec_name(spec)}; "
+        raise GraphError(f"job.sequence_length: {sequence_length} is longer than the {limit} positions of {model_name(spec)}; "
                          "shorten it or raise the model's positions")
 
     def build() -> nn.Module:
         return LanguageModelLoss(_transformers_model(family, config))
 
     tokens = torch.empty(1, sequence_length, dtype=torch.int64, device="meta")
-    return ModelSource(name=spec_name(spec), build=build, prefix="model.", inputs={"tokens": tokens, "targets": tokens},
+    return ModelSource(name=model_name(spec), build=build, prefix="model.", inputs={"tokens": tokens, "targets": tokens},
                        cast_buffers=False)
-
-
-def spec_name(spec: ModelSpec) -> str:
-    """The name a graph of this model bears, whoever builds it."""
-    return str(spec.preset or spec.family or spec.folder or spec.module)
 
 
 def _transformers_model(family: str, config: dict[str, Any]) -> nn.Module:
@@ -128,7 +124,7 @@ def _user_source(spec: ModelSpec, sequence_length: int) -> ModelSource:
             raise GraphError(f"model.module: {path} gives {type(module).__name__}, expected a torch.nn.Module")
         return module.train()
 
-    return ModelSource(name=spec_name(spec), build=build, prefix="", inputs=_user_inputs(path, kind, sequence_length),
+    return ModelSource(name=model_name(spec), build=build, prefix="", inputs=_user_inputs(path, kind, sequence_length),
                        cast_buffers=True)
 
 

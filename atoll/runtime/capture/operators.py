@@ -147,15 +147,16 @@ def _outputs(runs: list[list[fx.Node]], owner: dict[fx.Node, int], loss: fx.Node
 def _operator(name: str, run: list[fx.Node], traced: Traced, costs: dict[fx.Node, NodeCost], owner: dict[fx.Node, int],
               index: int, label: dict[fx.Node, str], written: list[fx.Node]) -> Operator:
     inputs: dict[str, None] = {}
-    parameters: dict[str, None] = {}
-    pending, seen = list(reversed([argument for node in run for argument in node.all_input_nodes])), set()
+    parameters: set[str] = set()
+    pending = [argument for node in run for argument in node.all_input_nodes][::-1]
+    seen: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node in seen or owner.get(node) == index or is_number(node):
             continue
         seen.add(node)
         if node in traced.parameters:
-            parameters[traced.parameters[node]] = None
+            parameters.add(traced.parameters[node])
         elif node in traced.inputs:
             inputs[traced.inputs[node]] = None
         elif node in owner:
@@ -165,7 +166,8 @@ def _operator(name: str, run: list[fx.Node], traced: Traced, costs: dict[fx.Node
     sums: dict[str, int] = {field: sum(getattr(costs[node], field) for node in run) for field in (
         "forward_flops", "backward_input_flops", "backward_weight_flops", "saved_bytes", "read_bytes", "written_bytes")}
     return Operator(name=name, kind=_kind(run, traced.loss, sums["forward_flops"]), inputs=tuple(inputs),
-                    outputs=tuple(_tensor(label[node], node) for node in written), parameters=tuple(parameters), **sums)
+                    outputs=tuple(_tensor(label[node], node) for node in written),
+                    parameters=tuple(name for name in traced.origins if name in parameters), **sums)
 
 
 def _kind(run: list[fx.Node], loss: fx.Node, flops: int) -> str:
