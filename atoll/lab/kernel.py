@@ -119,13 +119,14 @@ def build(layout: Layout, names: dict[str, str]) -> None:
 def _sysctl(namespace: str, *, forward: bool) -> None:
     """Forwarding in the core; in machines, TCP buffers large enough for fast links with a long way, and the congestion
     control that most computers have, so that figures do not depend on this one's."""
-    settings = ({"net/ipv4/ip_forward": "1", "net/ipv4/conf/all/rp_filter": "0", "net/ipv4/conf/default/rp_filter": "0",
-                 "net/ipv4/conf/all/send_redirects": "0", "net/ipv4/conf/default/send_redirects": "0"} if forward else
-                {"net/ipv4/conf/all/rp_filter": "0", "net/ipv4/conf/default/rp_filter": "0",
-                 "net/ipv4/tcp_rmem": "4096 131072 67108864", "net/ipv4/tcp_wmem": "4096 65536 67108864",
-                 "net/ipv4/tcp_congestion_control": "cubic", "net/ipv6/conf/all/disable_ipv6": "1"})
+    own = {"net/ipv6/conf/all/disable_ipv6": "1", "net/ipv6/conf/default/disable_ipv6": "1",
+           "net/ipv4/conf/all/rp_filter": "0", "net/ipv4/conf/default/rp_filter": "0"}
+    settings = ({"net/ipv4/ip_forward": "1", "net/ipv4/conf/all/send_redirects": "0",
+                 "net/ipv4/conf/default/send_redirects": "0"} if forward else
+                {"net/ipv4/tcp_rmem": "4096 131072 67108864", "net/ipv4/tcp_wmem": "4096 65536 67108864",
+                 "net/ipv4/tcp_congestion_control": "cubic"})
     script = "\n".join(f"[ ! -e /proc/sys/{key} ] || echo '{value}' > /proc/sys/{key} 2>/dev/null || true"
-                       for key, value in settings.items())
+                       for key, value in {**own, **settings}.items())
     subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", script], check=False, capture_output=True)
 
 

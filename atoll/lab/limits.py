@@ -11,7 +11,7 @@ from atoll.cluster.catalogue import resolve
 from atoll.cluster.cluster import Cluster, Machine
 from atoll.errors import LabError
 
-__all__ = ["PERIOD_US", "cores", "drop", "groups", "make", "memory_bytes", "members", "remnants"]
+__all__ = ["PERIOD_US", "cores", "drop", "groups", "make", "members", "memory_bytes", "remnants"]
 
 PERIOD_US = 10_000
 """Scheduling period: short, so that a slow device is slow within a microbatch and not in turns of a tenth of a second."""
@@ -67,14 +67,14 @@ def make(name: str, cpu: float | None, memory: int | None) -> list[Path]:
         if limit is None:
             continue
         if controller not in offered:
-            raise LabError(f"the lab cannot limit the {controller} of a machine: no control group offers it under {_ROOT}; mount "
-                           "it, or ask for a lab without limits (limits=False), where every machine has the whole computer")
+            raise LabError(f"the lab cannot limit the {controller} of a machine: no control group offers it under {_ROOT}; "
+                           "mount it, or ask for a lab without limits (limits=False)")
         directory = offered[controller]
         try:
             _limit(directory, controller, limit)
         except OSError as error:
-            raise LabError(f"the lab cannot limit the {controller} of a machine in {directory}: {error.strerror}; run as root, "
-                           "or ask for a lab without limits (limits=False)") from None
+            raise LabError(f"the lab cannot limit the {controller} of a machine in {directory}: {error.strerror}; run as "
+                           "root, or ask for a lab without limits (limits=False)") from None
         if directory not in joined:
             joined.append(directory)
     return joined

@@ -75,6 +75,9 @@ class Layout(Record):
                 return cable.first
             if segment == cable.backward:
                 return cable.second
+        machine = segment.partition(">")[0]
+        if machine in self.loops and segment == f"{machine}>{machine}":
+            return End(namespace=machine, device="lo")
         raise KeyError(segment)
 
 
@@ -132,9 +135,9 @@ def _cables(network: Network) -> list[Cable]:
         if first == second:
             continue
         ends = End(namespace=CORE, device=f"k{i}a"), End(namespace=CORE, device=f"k{i}b")
-        if first in network.machines and second in network.machines:
-            if network.machines[first].island == network.machines[second].island:
-                ends = End(namespace=first, device=f"k{i}a"), End(namespace=second, device=f"k{i}b")
+        both = [network.machines[end].island for end in link.between if end in network.machines]
+        if len(both) == 2 and both[0] == both[1]:
+            ends = End(namespace=first, device=f"k{i}a"), End(namespace=second, device=f"k{i}b")
         found.append(_cable(network, *ends, f"{first}>{second}", f"{second}>{first}"))
     for i, segment in enumerate(cluster.segments):
         found.append(_cable(network, End(namespace=CORE, device=f"u{i}a"), End(namespace=CORE, device=f"u{i}b"),
