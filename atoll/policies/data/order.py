@@ -37,9 +37,11 @@ def permute(seed: int, epoch: int, offset: int, total: int) -> int:
     """The sample id at ``offset`` (0 <= offset < total) of ``epoch``: a bijection of ``range(total)`` onto itself."""
     if not 0 <= offset < total:
         raise ValueError(f"offset {offset} lies outside an epoch of {total} samples")
+    return _walk(_keys(seed, epoch), offset, total)
+
+
+def _walk(keys: tuple[int, ...], value: int, total: int) -> int:
     side = isqrt(total - 1) + 1
-    keys = _keys(seed, epoch)
-    value = offset
     while True:
         left, right = divmod(value, side)
         for key in keys:
@@ -53,7 +55,15 @@ def samples_at(seed: int, first: int, count: int, total: int) -> tuple[int, ...]
     """Sample ids at positions ``first`` .. ``first + count`` of the endless training stream over ``total`` samples."""
     if total < 1:
         raise ValueError("an order needs at least one sample")
-    return tuple(permute(seed, position // total, position % total, total) for position in range(first, first + count))
+    ids: list[int] = []
+    position, last = first, first + count
+    while position < last:
+        epoch, offset = divmod(position, total)
+        taken = min(last - position, total - offset)
+        keys = _keys(seed, epoch)
+        ids.extend(_walk(keys, offset + i, total) for i in range(taken))
+        position += taken
+    return tuple(ids)
 
 
 def samples(seed: int, step: int, global_batch: int, total: int) -> tuple[int, ...]:
@@ -68,4 +78,5 @@ def held_out(first: int, count: int, total: int) -> tuple[int, ...]:
     """
     if total < 1:
         raise ValueError("an order needs at least one sample")
-    return tuple(permute(_HELD_OUT_SEED, 0, position % total, total) for position in range(first, first + count))
+    keys = _keys(_HELD_OUT_SEED, 0)
+    return tuple(_walk(keys, position % total, total) for position in range(first, first + count))
