@@ -151,15 +151,15 @@ class ToyStage:
 
 
 class ToyBatches:
-    """Random tokens from (split, step, sample) alone."""
+    """Random tokens from (split, step, sample) alone; the same again every ``period`` steps, so that they can be learned."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, sequence: int = SEQUENCE, seed: int = 0) -> None:
-        self.vocabulary, self.sequence, self.seed = vocabulary, sequence, seed
+    def __init__(self, vocabulary: int = VOCABULARY, sequence: int = SEQUENCE, seed: int = 0, period: int = 1 << 30) -> None:
+        self.vocabulary, self.sequence, self.seed, self.period = vocabulary, sequence, seed, period
 
     def microbatch(self, split: str, step: int, first: int, samples: int) -> dict[str, torch.Tensor]:
         rows = []
         for sample in range(first, first + samples):
-            generator = torch.Generator().manual_seed(self.seed + 7919 * step + 104729 * sample + len(split))
+            generator = torch.Generator().manual_seed(self.seed + 7919 * (step % self.period) + 104729 * sample + len(split))
             rows.append(torch.randint(0, self.vocabulary, (self.sequence + 1,), generator=generator))
         block = torch.stack(rows)
         return {"tokens": block[:, :-1].contiguous(), "targets": block[:, 1:].contiguous()}
