@@ -130,7 +130,7 @@ def _derive(family: str, config: dict[str, Any]) -> dict[str, Any]:
         config["num_key_value_heads"] = config["num_key_value_heads"] or heads
     if "head_dim" in config:
         config["head_dim"] = config["head_dim"] or hidden // heads
-    if "head_dim" not in config and hidden % heads or heads % config.get("num_key_value_heads", 1):
+    if ("head_dim" not in config and hidden % heads) or heads % config.get("num_key_value_heads", 1):
         raise GraphError(f"model.config: {heads} attention heads do not divide hidden size {hidden} or are not divided by "
                          f"{config.get('num_key_value_heads', heads)} key-value heads; change one of them")
     return config
