@@ -7,14 +7,18 @@ instructions comes one node a worker that stands for the end of its step.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import NoReturn
+
+import msgspec
 
 from atoll.errors import ProgramError
 from atoll.program.contracts import CostModel
 from atoll.program.dependencies import dependencies
-from atoll.program.instructions import Buffer, Instruction, Native, Receive, Send
+from atoll.program.instructions import Buffer, Instruction, Native, Receive, Reduce, Send
 from atoll.program.notation import notation
 from atoll.program.program import Program
 from atoll.simulator.fabric import AMOUNT, flow_ns, overlaps
@@ -32,8 +36,7 @@ RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the chunks of a ring go round in a collective: its cost is r(n-1)/n S/bandwidth + r(n-1) latency."""
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(msgspec.Struct, frozen=True, gc=False):
     """A buffer of ``size_bytes``: alive from the start of node ``writer`` to the last end among ``users`` (its readers; its
     last writer where nobody reads it)."""
 
@@ -102,15 +105,12 @@ class Compiled:
         return worker, node - self.offset[worker]
 
 
-class _Accesses:
+class _Access(msgspec.Struct, gc=False):
     """An instruction's lane, reads and writes, written down once; buffers are numbers."""
 
-    __slots__ = ("lane", "reads", "writes")
-
-    def __init__(self, lane: str, reads: list[int], writes: list[int]) -> None:
-        self.lane = lane
-        self.reads = reads
-        self.writes = writes
+    lane: str
+    reads: list[int]
+    writes: list[int]
 
 
 def compile_program(program: Program, costs: CostModel, roads: Roads, slowdown: Mapping[str, float]) -> Compiled:
@@ -159,74 +159,71 @@ def _worker(compiled: Compiled, index: int, costs: CostModel, slowdown: float, r
     name = compiled.names[index]
     offset = len(compiled.instruction_lanes)
     compiled.offset.append(offset)
-    instructions = compiled.program.workers[index].instructions
-    numbers: dict[Buffer, int] = {}
-    first: list[int] = []
-    last: list[int] = []
-    read: list[list[int]] = []
-    accesses: list[_Accesses] = []
+    numbers: defaultdict[Buffer, int] = defaultdict(count().__next__)
+    number = numbers.__getitem__
+    accesses: list[_Access] = []
     kinds, times, sends = compiled.kinds, compiled.times, compiled.sends
     duration = costs.duration_ns
-    for node, instruction in enumerate(instructions, start=offset):
+    for node, instruction in enumerate(compiled.program.workers[index].instructions, start=offset):
         lane = instruction.lane
-        reads, writes = [], []
-        for buffer in instruction.reads:
-            known = numbers.get(buffer)
-            if known is None:
-                known = numbers[buffer] = len(first)
-                first.append(-1)
-                last.append(-1)
-                read.append([node])
-            else:
-                read[known].append(node)
-            reads.append(known)
-        for buffer in instruction.writes:
-            known = numbers.get(buffer)
-            if known is None:
-                known = numbers[buffer] = len(first)
-                first.append(node)
-                last.append(node)
-                read.append([])
-            else:
-                last[known] = node
-                if first[known] < 0:
-                    first[known] = node
-            writes.append(known)
-        accesses.append(_Accesses(lane, reads, writes))
-        compiled.instruction_lanes.append(lane)
-        kind = type(instruction)
+        accesses.append(_Access(lane, [*map(number, instruction.reads)], [*map(number, instruction.writes)]))
+        kind = type(instruction)  # isinstance is slow where it says no
         if kind is Send:
+            assert isinstance(instruction, Send)
             kinds[node] = FLOW
-            sends.setdefault((name, instruction.peer), []).append(node)  # type: ignore[union-attr]
+            sends.setdefault((name, instruction.peer), []).append(node)
         elif kind is Receive:
+            assert isinstance(instruction, Receive)
             kinds[node] = RECEIVE
-            receives.setdefault((instruction.peer, name), []).append(node)  # type: ignore[union-attr]
+            receives.setdefault((instruction.peer, name), []).append(node)
         elif kind is Native:
+            assert isinstance(instruction, Native)
             kinds[node] = NATIVE
-            group = instruction.group  # type: ignore[union-attr]
-            natives.setdefault(group, {}).setdefault(name, []).append(node)
+            natives.setdefault(instruction.group, {}).setdefault(name, []).append(node)
         else:
-            time = duration(name, instruction)
-            times[node] = time if slowdown == 1.0 else round(time * slowdown)
+            times[node] = time = duration(name, instruction)
+            if slowdown != 1.0:
+                times[node] = round(time * slowdown)
             if time < 0:
                 raise ProgramError(f"{compiled.place(node)}: the cost model says {time} ns, expected 0 or more")
+    compiled.instruction_lanes.extend([access.lane for access in accesses])
     _link(compiled, index, dependencies(accesses), offset)
-    buffer_bytes = costs.buffer_bytes
+    compiled.lives.append(_lives(compiled, name, accesses, numbers, offset, costs))
+
+
+def _lives(compiled: Compiled, worker: str, accesses: list[_Access], numbers: Mapping[Buffer, int], offset: int,
+           costs: CostModel) -> list[Life]:
+    """When the buffers of a worker come and go (those that weigh nothing left out)."""
+    first, last = [-1] * len(numbers), [-1] * len(numbers)
+    readers: list[list[int]] = [[] for _ in numbers]
+    for node, access in enumerate(accesses, start=offset):
+        for buffer_number in access.reads:
+            readers[buffer_number].append(node)
+        for buffer_number in access.writes:
+            last[buffer_number] = node
+            if first[buffer_number] < 0:
+                first[buffer_number] = node
     lives = []
-    for buffer, known in numbers.items():
-        if first[known] >= 0 and buffer[0] not in PERSISTENT:
-            size_bytes = _buffer_bytes(buffer, first[known], name, compiled, buffer_bytes)
+    buffer_bytes = costs.buffer_bytes
+    for buffer, buffer_number in numbers.items():
+        writer = first[buffer_number]
+        if writer >= 0 and buffer[0] not in PERSISTENT:
+            size_bytes = _buffer_bytes(buffer, writer, worker, compiled, buffer_bytes)
             if size_bytes:
-                lives.append(Life(buffer, size_bytes, first[known], read[known] or [last[known]]))
-    compiled.lives.append(lives)
+                lives.append(Life(buffer, size_bytes, writer, readers[buffer_number] or [last[buffer_number]]))
+    return lives
 
 
 def _buffer_bytes(buffer: Buffer, writer: int, worker: str, compiled: Compiled,
                   buffer_bytes: Callable[[str, Buffer], int]) -> int:
-    """A chunk on its way through a collective is as large as the message that brings it; all else the cost model knows."""
-    if buffer[0] == "incoming" and compiled.kinds[writer] == RECEIVE:
+    """A chunk on its way through a collective is as large as the message that brings it or as each of the chunks it is the
+    sum of; all else the cost model knows."""
+    if buffer[0] == "partial":
         found = _instruction(compiled, writer)
-        return found.size_bytes  # type: ignore[attr-defined, no-any-return]
+        if isinstance(found, Receive):
+            return found.size_bytes
+        if isinstance(found, Reduce):
+            return found.size_bytes // len(found.sources)
     return buffer_bytes(worker, buffer)
 
 

@@ -155,8 +155,8 @@ class PlanCosts:
         return self._parts[worker].resident.total_bytes
 
     def buffer_bytes(self, worker: str, buffer: Buffer) -> int:
-        """Bytes of a buffer besides what is resident. Chunks of a collective are summed in place (0); what BackwardWeight needs
-        from BackwardInput is taken to be part of what is saved (0); votes are a few numbers (0)."""
+        """Bytes of a buffer besides what is resident. A sum over all holders lands in the gradients (0); what BackwardWeight
+        needs from BackwardInput is taken to be part of what is saved (0); votes are a few numbers (0)."""
         return self._parts[worker].sizes.get(buffer[:-1], 0)
 
     def duration_ns(self, worker: str, instruction: Instruction) -> int:
@@ -177,7 +177,7 @@ class PlanCosts:
         if isinstance(instruction, Reduce):
             if measured:
                 return round(instruction.size_bytes * measured.reduce_ns_per_byte / view.speed)
-            return round(instruction.size_bytes * (len(instruction.sources) + 1) / bytes_per_ns)
+            return round(instruction.size_bytes * (1 + 1 / len(instruction.sources)) / bytes_per_ns)
         if isinstance(instruction, Vote):
             held = {buffer[1] for buffer in instruction.evidence if buffer[0] in ("gradient", "reduced")}
             share = len(instruction.counted) / len(held) if held else 0.0
