@@ -336,6 +336,12 @@ def test_tokens_and_times_of_steps_are_summed_and_a_resumed_step_counts_once(tmp
     assert any("1 line cannot be read" in note for note in run.notes)
 
 
+def test_the_clock_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0, "tokens": 1, "time_ns": time} for step, time in enumerate((10, 20, 30, 10, 20))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [point.time_ns for point in load_run(tmp_path).steps] == [10, 20, 30, 40, 50]
+
+
 def test_report_of_a_run_that_died(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=5, microbatches=2)
     trace = (folder / "trace.jsonl").read_bytes()

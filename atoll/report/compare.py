@@ -33,6 +33,9 @@ __all__ = ["Comparison", "KindRow", "LaneRow", "StepRow", "TwinVerdict", "Worker
 SHOWN_DIFFERENCES = 12
 """A twin verdict lists this many differences in words and counts the rest."""
 
+MOST_STEPS = 200
+"""Medians of workers, lanes and kinds are taken over this many steps, evenly spread (step times and the twin law: over all)."""
+
 Key = tuple[str, int, str, str, int]
 
 
@@ -141,13 +144,18 @@ def compare(predicted: Trace | None, measured: Trace | None) -> Comparison:
     many = _settled(happened)
     workers = _workers(predicted, measured)
     left = foretold[one] if one is not None else None
-    right = [happened[step] for step in many]
+    right = [happened[step] for step in _spread(many, MOST_STEPS)]
     foretold_ns = step_lengths(foretold).get(one) if one is not None else None
     happened_ns = sorted(length for step, length in step_lengths(happened).items() if step in many)
     return Comparison(predicted_step=one, measured_step=shown_step(measured, happened) if measured else None,
                       step=_step_row(left, right, foretold_ns, happened_ns),
                       workers=_worker_rows(left, right, workers), lanes=_lane_rows(left, right),
                       kinds=_kind_rows(left, right, workers), twin=twin(foretold, happened))
+
+
+def _spread(steps: list[int], most: int) -> list[int]:
+    """At most ``most`` of ``steps``, evenly apart."""
+    return steps if len(steps) <= most else [steps[index * len(steps) // most] for index in range(most)]
 
 
 def _workers(*traces: Trace | None) -> list[str]:
@@ -225,9 +233,10 @@ def _lane_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]]) -> 
 
 def _kind_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]], workers: Sequence[str]) -> tuple[KindRow, ...]:
     rows = []
+    old_means, new_means = _means_by_worker(left or ()), [_means_by_worker(spans) for spans in right]
     for worker in workers:
-        before = kind_means_ns(span for span in left if span.worker == worker) if left else {}
-        after = [kind_means_ns(span for span in spans if span.worker == worker) for spans in right]
+        before = old_means.get(worker, {})
+        after = [means.get(worker, {}) for means in new_means]
         for kind in dict.fromkeys([*before, *(kind for means in after for kind in means)]):
             counts = [means[kind] for means in after if kind in means]
             old = before[kind][1] if kind in before else None
@@ -235,6 +244,13 @@ def _kind_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]], wor
             rows.append(KindRow(worker=worker, kind=kind, count=before[kind][0] if kind in before else counts[0][0],
                                 predicted_ns=old, measured_ns=new, error_percent=error_percent(old, new)))
     return tuple(rows)
+
+
+def _means_by_worker(spans: Sequence[Span]) -> dict[str, dict[str, tuple[int, float]]]:
+    own: dict[str, list[Span]] = {}
+    for span in spans:
+        own.setdefault(span.worker, []).append(span)
+    return {worker: kind_means_ns(row) for worker, row in own.items()}
 
 
 def twin(predicted: Mapping[int, Sequence[Span]], measured: Mapping[int, Sequence[Span]]) -> TwinVerdict:

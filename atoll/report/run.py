@@ -199,12 +199,15 @@ def _seen_at(step: int, seen: dict[int, int]) -> int:
 def _points(trained: dict[int, dict[str, Any]]) -> tuple[StepPoint, ...]:
     """A resumed run writes a step twice: the later line counts. ``tokens`` of a line are those of its step."""
     points: list[StepPoint] = []
-    seen = clock = 0
+    seen = clock = resumed_ns = 0
     for step in sorted(trained):
         entry = trained[step]
         tokens, took = int(_number(entry, "tokens") or 0), _number(entry, "step_ns")
         seen += tokens
-        clock = int(_number(entry, "time_ns") or clock + (took or 0))
+        time_ns = int(_number(entry, "time_ns") or clock - resumed_ns + (took or 0))
+        if time_ns + resumed_ns < clock:  # the clock of a resumed run begins anew
+            resumed_ns = clock
+        clock = time_ns + resumed_ns
         rate = _number(entry, "tokens_per_s") or (tokens * 1e9 / took if took else None)
         points.append(StepPoint(step=step, loss=_number(entry, "loss"), tokens=tokens, tokens_seen=seen,
                                 gradient_norm=_number(entry, "gradient_norm"), learning_rate=_number(entry, "learning_rate"),
