@@ -7,7 +7,7 @@ runs every worker of the plan on a thread ("loop" tier), from captured stages, f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def data() -> ToyBatches:
     return ToyBatches(VOCABULARY, LENGTH, period=4)
 
 
-@lru_cache(maxsize=None)
+@cache
 def captured(model: str, dtype: str = "float64") -> Captured:
     return capture(MODELS[model], LENGTH, compute_dtype=dtype)
 
@@ -84,7 +84,7 @@ def launch(model: Captured, plan: Plan, *, islands: Mapping[str, str] | None = N
                 master=PRECISIONS[precision].master, tokens_per_sample=LENGTH)
 
 
-@lru_cache(maxsize=None)
+@cache
 def plain_gradients(model: str) -> dict[str, torch.Tensor]:
     module, parameters = plain(model)
     (module(**data().microbatch("train", 0, 0, BATCH)) / (BATCH * LENGTH)).backward()
