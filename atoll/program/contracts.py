@@ -14,8 +14,10 @@ __all__ = ["Claim", "Collective", "CostModel", "Schedule"]
 class Claim(Protocol):
     """What a schedule states about itself, checked by the laws."""
 
-    peak_activations: tuple[int, ...]
-    """Per rank: most ("saved", s, m) buffers alive at once (freed at the end of Backward or BackwardWeight)."""
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per rank: most ("saved", s, m) buffers alive at once (freed at the end of Backward or BackwardWeight)."""
+        ...
 
 
 class Schedule(Protocol):
@@ -24,9 +26,14 @@ class Schedule(Protocol):
     Ranks are positions in the pipeline of one replica (0..ranks-1). Stage numbers follow the model.
     """
 
-    name: str
-    source: str
-    splits_backward: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def splits_backward(self) -> bool: ...
 
     def refuse(self, ranks: int, microbatches: int, chunks: int) -> str | None:
         """Why this schedule does not exist for these numbers (a sentence), or None. ``chunks``: stages a rank."""
@@ -50,8 +57,11 @@ class Collective(Protocol):
     Reads ("gradient", b, i) of every holder and leaves the sum, the same bits everywhere, in ("reduced", b, i).
     """
 
-    name: str
-    source: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
 
     def chunks(self, group_size: int) -> int:
         """In how many chunks the bucket is cut."""

@@ -6,7 +6,8 @@ worker in order). Kinds:
 =============================  ============================================================================
 ("parameters", s)              weights of stage s                                              (persistent)
 ("gradient", b, i)             chunk i of gradient bucket b, accumulated over microbatches      (persistent)
-("incoming"|"partial"|"reduced", b, i)   the same chunk on its way through a collective
+("partial", b, i, w)           the same chunk, summed over some holders, worker w the last of them
+("reduced", b, i)              the same chunk, summed over all holders
 ("input", s, m)                what the data set supplies to stage s for microbatch m
 ("activation", s, t, m)        all tensors stage s hands to stage t
 ("delta", s, t, m)             the gradient of ("activation", s, t, m), handed back by t to s
