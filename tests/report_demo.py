@@ -132,6 +132,16 @@ CLUSTER: dict[str, Any] = {
 }
 
 
+SUMMARY: dict[str, Any] = {
+    "step_ns": 1650 * MS, "tokens_per_s": 1240.0, "makespan_bubble": 0.6, "span_bubble": 0.51,
+    "workers": {name: {"device": "cpu-core", "speed": SPEEDS[name], "exposed_ns": 5 * MS, "busy_share": {"compute": 0.4},
+                       "memory": {"peak_bytes": 1 << 28, "weights_bytes": 1 << 26, "gradients_bytes": 1 << 26,
+                                  "optimizer_bytes": 1 << 26, "working_bytes": 0, "activations_bytes": 1 << 26,
+                                  "buffers_bytes": 0, "capacity_bytes": 1 << 30}} for name in WORKERS},
+    "links": {"home>lab": {"size_bytes": 2 << 20, "busy_share": 0.23, "bytes_per_s": 6_250_000}},
+}
+
+
 def write_run(folder: Path, steps: int = 40, microbatches: int = 8) -> Path:
     """A whole run folder as the driver leaves it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,6 +150,8 @@ def write_run(folder: Path, steps: int = 40, microbatches: int = 8) -> Path:
     write_trace(folder / "predicted.trace.jsonl", predicted)
     write_trace(folder / "trace.jsonl", measured)
     (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "predicted.memory.json").write_text(json.dumps(make_memory(predicted)))
     (folder / "job.yaml").write_text(json.dumps({
         "name": "demo", "model": {"family": "gpt2", "layers": 6}, "sequence_length": 128, "global_batch": 2 * microbatches,
         "steps": steps, "precision": "fp32", "optimizer": {"rule": "adamw", "rate": 0.0006}}))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import report_demo as demo
-from report_demo import MS, WORKERS, make_memory, make_trace, write_run
+from report_demo import SUMMARY, WORKERS, make_memory, make_trace, write_run
 
 from atoll.errors import AtollError, DocumentError
 from atoll.report.analysis import (
@@ -294,9 +294,10 @@ def test_timeline_refuses_a_step_that_is_not_there(tmp_path: Path) -> None:
         draw_timeline(as_trace([]), tmp_path / "x.png")
 
 
-def test_smoothing_has_no_bias_at_the_start() -> None:
-    assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
-    assert smoothed([0.0, 3.0], 0.5) == pytest.approx([0.0, 2.0])
+def test_smoothing_does_not_lag() -> None:
+    line = [2.0 * x for x in range(9)]
+    assert smoothed(line, 3) == pytest.approx(line)
+    assert smoothed([0.0, 3.0, 0.0, 3.0, 0.0], 1) == pytest.approx([0.0, 1.0, 2.0, 1.0, 0.0])
 
 
 def test_pictures_say_what_they_lack(tmp_path: Path) -> None:
@@ -315,12 +316,13 @@ def test_report_of_a_whole_run(tmp_path: Path) -> None:
     assert paths.perfetto_json is not None
     check_perfetto(json.loads(Path(paths.perfetto_json).read_text()))
     record = json.loads(Path(paths.json).read_text())
-    assert record["comparison"]["twin"]["holds"] is True and record["troubles"] == []
+    assert record["comparison"]["twin"]["holds"] is True and record["troubles"] == [] and record["notes"] == []
     assert record["training"]["tokens"] == 12 * 768 and record["training"]["steps"] == 12
     html = Path(paths.html).read_text()
     assert html.count("data:image/png;base64,") == 5
     assert not re.search(r"(src|href)=\"?https?:", html) and "<script" not in html
-    for text in ("bee limits the step", "The twin law holds", "50 Mbit/s", "prefers-color-scheme: dark", "@media print"):
+    for text in ("bee limits the step", "The twin law holds", "50 Mbit/s", "prefers-color-scheme: dark", "@media print",
+                 "Predicted peak memory"):
         assert text in html
 
 
@@ -395,16 +397,6 @@ def test_names_from_documents_are_escaped(tmp_path: Path) -> None:
     (folder / "explain.txt").write_text("a < b & <script>alert(1)</script>\n")
     html = Path(write_report(folder).html).read_text()
     assert "<script" not in html and "<b>" not in html and "&lt;script&gt;" in html
-
-
-SUMMARY: dict[str, Any] = {
-    "step_ns": 1650 * MS, "tokens_per_s": 1240.0, "makespan_bubble": 0.6, "span_bubble": 0.51,
-    "workers": {name: {"device": "cpu-core", "speed": demo.SPEEDS[name], "exposed_ns": 5 * MS, "busy_share": {"compute": 0.4},
-                       "memory": {"peak_bytes": 1 << 28, "weights_bytes": 1 << 26, "gradients_bytes": 1 << 26,
-                                  "optimizer_bytes": 1 << 26, "working_bytes": 0, "activations_bytes": 1 << 26,
-                                  "buffers_bytes": 0, "capacity_bytes": 1 << 30}} for name in WORKERS},
-    "links": {"home>lab": {"size_bytes": 2 << 20, "busy_share": 0.23, "bytes_per_s": 6_250_000}},
-}
 
 
 def printed(thing: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -25,12 +26,13 @@ MOST_BARS = 20
 LinkUse = Mapping[tuple[str, str], tuple[int, int, int]]
 
 
-def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential mean without bias at the start: sum(w^i x) / sum(w^i)."""
-    result, top, bottom = [], 0.0, 0.0
-    for value in values:
-        top, bottom = weight * top + value, weight * bottom + 1.0
-        result.append(top / bottom)
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Mean over ``reach`` values to either side (fewer at the ends, as many on the left as on the right): it does not lag."""
+    sums = [0.0, *accumulate(values)]
+    result = []
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        result.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))
     return result
 
 
@@ -47,12 +49,12 @@ def draw_loss(path: Path, steps: Sequence[StepPoint], evaluations: Sequence[Eval
         axes.plot(tokens, losses, color=style.PREDICTED if long else style.MEASURED, linewidth=0.8 if long else 1.4,
                   label="training, each step")
         if long:
-            axes.plot(tokens, smoothed(losses, 1 - 20 / len(losses) if len(losses) > 40 else 0.5), color=style.MEASURED,
+            axes.plot(tokens, smoothed(losses, max(2, len(losses) // 80)), color=style.MEASURED,
                       linewidth=1.6, label="training, smoothed")
         seen = [(point.tokens_seen, point.loss) for point in evaluations]
         if seen:
-            axes.plot([x for x, _ in seen], [y for _, y in seen], color=style.ACCENT, linewidth=1.2, marker="o", markersize=4,
-                      label="validation")
+            axes.plot([x for x, _ in seen], [y for _, y in seen], color=style.ACCENT, linewidth=1.2, marker="o",
+                      markersize=4 if len(seen) < 30 else 0, label="validation")
         last = [("training", losses[-1] if not long else sum(losses[-10:]) / len(losses[-10:]), style.MEASURED)]
         last += [("validation", seen[-1][1], style.ACCENT)] if seen else []
         _end_labels(axes, last)
