@@ -104,7 +104,7 @@ def parse(text: str | bytes, kind: type[R], *, source: str = "document") -> R:
     import yaml
 
     try:
-        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # safe loader: no objects
+        value = yaml.load(text, Loader=_reads_floats(getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # safe: no objects
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -135,7 +135,16 @@ def to_json(record: Any) -> bytes:
 def to_yaml(record: Any) -> str:
     import yaml
 
-    return yaml.safe_dump(to_plain(record), sort_keys=False, allow_unicode=True, width=120)
+    return str(yaml.dump(to_plain(record), Dumper=_reads_floats(yaml.SafeDumper), sort_keys=False, allow_unicode=True,
+                         width=120))
+
+
+def _reads_floats(base: Any) -> Any:
+    """``base`` (a YAML loader or dumper) that takes 3e-4 for a number, as YAML 1.2 and JSON do; YAML 1.1 wants 3.0e-4."""
+    kind: Any = type(base.__name__, (base,), {})
+    kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+                               list("-+0123456789"))
+    return kind
 
 
 def digest(record: Any) -> str:

@@ -378,3 +378,13 @@ def test_there_is_no_pickle(tmp_path: Path) -> None:
         raw = (tmp_path / "step-00000001" / shard.file).read_bytes()
         header = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
         assert set(header) - {"__metadata__"} == {tensor.key for tensor in shard.tensors}
+
+
+def test_small_numbers_in_documents_read_back() -> None:
+    """A job's facts hold 1e-08, which YAML 1.1 takes for text; and a digest that looks like a number stays text."""
+    from atoll.records import parse, to_json, to_yaml
+
+    assert parse("epsilon: 1e-8\nlearning_rate: 3e-4\n", OptimizerSpec) == OptimizerSpec(epsilon=1e-8, learning_rate=3e-4)
+    job = Job(name="1234567890123e45", model=ModelSpec(preset="gpt2-small"), sequence_length=8, global_batch=4, steps=1)
+    for text in (to_json(job), to_yaml(job)):
+        assert parse(text, Job) == job
