@@ -27,7 +27,8 @@ class Saved:
 
 
 def _gathered(state: StepState, instruction: Forward) -> dict[str, torch.Tensor]:
-    """All named tensors that the stage reads for this microbatch, cut off from whoever made them."""
+    """All named tensors that the stage reads for this microbatch, cut off from whoever made them. Activations of other
+    stages ask for a gradient where they can have one; what the data set supplies does not."""
     stage, microbatch = instruction.stage, instruction.microbatch
     tensors: dict[str, torch.Tensor] = {}
     if instruction.takes_input:
@@ -35,13 +36,9 @@ def _gathered(state: StepState, instruction: Forward) -> dict[str, torch.Tensor]
     for source in instruction.sources:
         edge = state.world.edges[source, stage]
         received = state.values["activation", source, stage, microbatch]
-        tensors.update(zip((tensor.name for tensor in edge.tensors), received, strict=True))
+        for spec, tensor in zip(edge.tensors, received, strict=True):
+            tensors[spec.name] = tensor.detach().requires_grad_(spec.carries_gradient)
     return tensors
-
-
-def _run_saving(state: StepState, stage: int, tensors: dict[str, torch.Tensor]) -> Saved:
-    leaves = {name: tensor.detach().requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
-    return Saved(leaves, state.world.stages[stage](leaves))
 
 
 def forward(state: StepState, instruction: Forward) -> int:
@@ -49,9 +46,8 @@ def forward(state: StepState, instruction: Forward) -> int:
     world, stage, microbatch = state.world, instruction.stage, instruction.microbatch
     tensors = _gathered(state, instruction)
     if instruction.keep == "saved":
-        saved = _run_saving(state, stage, tensors)
-        outputs = saved.outputs
-        state.values["saved", stage, microbatch] = saved
+        outputs = world.stages[stage](tensors)
+        state.values["saved", stage, microbatch] = Saved(tensors, outputs)
     else:
         with torch.no_grad():
             outputs = world.stages[stage](tensors)
@@ -70,7 +66,8 @@ def forward(state: StepState, instruction: Forward) -> int:
 def recompute(state: StepState, instruction: Recompute) -> int:
     """Run the forward again from the kept inputs, this time for autograd; its loss was counted the first time."""
     place = (instruction.stage, instruction.microbatch)
-    state.values[("saved", *place)] = _run_saving(state, instruction.stage, state.values[("kept", *place)])
+    leaves = state.values[("kept", *place)]
+    state.values[("saved", *place)] = Saved(leaves, state.world.stages[instruction.stage](leaves))
     return 0
 
 
