@@ -40,6 +40,11 @@ class Output:
             for thing in things:
                 self.console.print(thing)
 
+    def show_text(self, text: str) -> None:
+        """Print ``text`` as it is: no markup, no wrapping by words."""
+        if not self.as_json:
+            self.console.print(text, markup=False, highlight=False)
+
     def heading(self, text: str) -> None:
         self.show(f"\n[bold]{text}[/bold]")
 

@@ -31,7 +31,7 @@ def simulate_command(
     from atoll.planner.predict import predict
     from atoll.planner.problem import problem_of
     from atoll.planner.search import search
-    from atoll.program.grid import program_grid
+    from atoll.program.grid import grid as program_grid
     from atoll.records import load
     from atoll.report import text
 

@@ -6,7 +6,6 @@ from atoll.plan.job import Job
 from atoll.planner.predict import Prediction
 from atoll.planner.times import Problem
 from atoll.records import Record
-from atoll.simulator.summary import IDLE_SHARE
 
 __all__ = ["Bill", "bill"]
 
@@ -25,16 +24,12 @@ def bill(problem: Problem, job: Job, prediction: Prediction) -> Bill:
     """Cost: O(workers + links)."""
     steps = job.total_steps
     duration_ns = steps * prediction.step_ns
-    energy = money = 0.0
-    for worker, busy in prediction.simulation.lane_busy.items():
-        view = problem.devices[worker]
-        share = busy.get("compute", 0.0)
-        energy += view.watts * (share + (1 - share) * IDLE_SHARE) * duration_ns / 1e9
-        money += view.price_per_hour * duration_ns / 3.6e12
+    energy = prediction.summary.energy_joules * steps
+    money = sum(problem.devices[worker].price_per_hour for worker in prediction.summary.workers) * duration_ns / 3.6e12
     per_gb = {}
     for link in problem.cluster.links:
         first, second = link.between
         per_gb[f"{first}>{second}"] = per_gb[f"{second}>{first}"] = link.price_per_gb
-    traffic = sum(size / 1e9 * per_gb.get(segment, 0.0) for segment, size in prediction.simulation.segment_bytes.items())
+    traffic = sum(size / 1e9 * per_gb.get(segment, 0.0) for segment, size in prediction.simulation.step_segment_bytes.items())
     return Bill(steps=steps, tokens=steps * job.step_tokens, duration_ns=duration_ns, energy_joules=energy,
                 device_money=money, traffic_money=traffic * steps)

@@ -49,18 +49,17 @@ def _some(count: int, one: str, many: str) -> str:
 def _limits(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
     """The busiest thing, and how busy the rest is."""
     simulation = prediction.simulation
-    compute = {worker: busy.get("compute", 0.0) for worker, busy in simulation.lane_busy.items()}
+    compute = {worker: busy.get("compute", 0.0) for worker, busy in simulation.busy_share.items()}
     worker = max(compute, key=compute.__getitem__)
     lines = [f"A step takes {format_duration(prediction.step_ns)}: that is what the simulator predicts for this very program."]
     segments = {segment: size / problem.network.capacity[segment] * 1e9 / prediction.step_ns
-                for segment, size in simulation.segment_bytes.items() if prediction.step_ns}
+                for segment, size in simulation.step_segment_bytes.items() if prediction.step_ns}
     busiest = max(segments, key=segments.__getitem__) if segments else ""
-    if busiest and segments[busiest] > compute[worker]:
-        lines.append(f"What limits it is the link {busiest}: its bytes alone keep it busy {segments[busiest]:.0%} of the step; "
-                     f"the busiest device is {worker} with {compute[worker]:.0%}.")
-    else:
-        link = f"; the busiest link is {busiest} with {segments[busiest]:.0%}" if busiest else ""
-        lines.append(f"What limits it is the compute of {worker}: busy {compute[worker]:.0%} of the step{link}.")
+    summary = prediction.summary
+    share = summary.critical_ns.get(summary.limit, 0) / max(1, sum(summary.critical_ns.values()))
+    link = f"; the busiest link, {busiest}, {segments[busiest]:.0%}" if busiest else ""
+    lines.append(f"What limits it is {summary.limit}: {share:.0%} of the critical path is its doing. The busiest device, {worker}, "
+                 f"computes {compute[worker]:.0%} of the step{link}.")
     if max(compute[worker], segments.get(busiest, 0.0)) < 0.75:
         lines.append("Nothing is busy all the time: what remains is waiting, for the pipeline to fill and drain and for the "
                      "latency of messages.")
@@ -77,11 +76,14 @@ def _refused(decision: Decision) -> tuple[str, ...]:
     lines = []
     best: dict[tuple[object, ...], Trial] = {}
     plan = chosen.plan
+    own_shape = tuple(sorted(len({stage.worker for stage in replica.stages}) for replica in plan.replicas))
+    chosen_ways = (("schedule", plan.schedule), ("shape", own_shape), ("microbatch", plan.microbatch_samples))
     for trial in decision.trials:
         candidate = trial.candidate
-        ways = (("schedule", candidate.schedule), ("replicas", len(candidate.replicas)), ("microbatch", candidate.samples))
+        shape = tuple(sorted(len(draft.ranks) for draft in candidate.replicas))
+        ways = (("schedule", candidate.schedule), ("shape", shape), ("microbatch", candidate.samples))
         for way in ways:
-            if way in (("schedule", plan.schedule), ("replicas", len(plan.replicas)), ("microbatch", plan.microbatch_samples)):
+            if way in chosen_ways:
                 continue
             known = best.get(way)
             if known is None or (trial.step_ns or 1 << 62) < (known.step_ns or 1 << 62):

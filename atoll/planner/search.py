@@ -24,7 +24,7 @@ from atoll.policies.schedules.table import SCHEDULES
 from atoll.records import digest
 from atoll.units import format_bytes
 
-__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "search", "to_plan"]
+__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "microbatches", "search", "to_plan"]
 
 _BUCKET_BYTES = 25 * 2**20
 _CHUNKS = (1, 2, 3, 4)
@@ -79,10 +79,11 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
     drafts, drafted, over = draft_candidates(problem, job, shortfall, budget.drafts)
     if not drafts:
         raise PlanError(_no_plan(problem, job, shortfall))
-    expanded = sorted(_expand(problem, job, drafts[:budget.kept], shortfall), key=lambda c: c.estimate_ns)
+    expanded = sorted(_expand(problem, job, drafts[:budget.kept], shortfall), key=lambda c: c.estimate_ns)[:budget.simulated]
+    expanded += _expand(problem, job, _one_of_each(drafts[budget.kept:], expanded), shortfall, own_schedule=True)
     trials: list[Trial] = []
     best: Prediction | None = None
-    for candidate in expanded[:budget.simulated]:
+    for candidate in expanded:
         if best is not None and clock() - started > budget.seconds:
             break
         prediction = predict(problem, to_plan(problem, job, candidate))
@@ -127,7 +128,7 @@ def draft_candidates(problem: Problem, job: Job, shortfall: _Shortfall | None = 
     found: list[Candidate] = []
     tried = over = 0
     for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages):
-        for samples in _microbatches(job):
+        for samples in microbatches(job):
             for recompute in {"auto": (False, True), "always": (True,), "never": (False,)}[job.plan.recompute]:
                 if tried >= limit:
                     break
@@ -143,7 +144,7 @@ def draft_candidates(problem: Problem, job: Job, shortfall: _Shortfall | None = 
     return found, tried, over
 
 
-def _microbatches(job: Job) -> list[int]:
+def microbatches(job: Job) -> list[int]:
     if job.plan.microbatch is not None:
         return [job.plan.microbatch]
     return [size for size in range(1, job.global_batch + 1) if job.global_batch % size == 0 and size & (size - 1) == 0][:6]
@@ -190,9 +191,28 @@ def _share_out(problem: Problem, candidate: Candidate, total: int) -> Candidate:
                                              for draft, count in zip(candidate.replicas, counts, strict=True)))
 
 
-def _expand(problem: Problem, job: Job, drafts: list[Candidate], shortfall: _Shortfall) -> Iterator[Candidate]:
-    """Each draft with every schedule and number of chunks that exists for it."""
+def _shape(candidate: Candidate) -> tuple[int, ...]:
+    """Workers of each replica: what a person means by another way to lay the model out."""
+    return tuple(sorted(len(draft.ranks) for draft in candidate.replicas))
+
+
+def _one_of_each(drafts: list[Candidate], known: list[Candidate]) -> list[Candidate]:
+    """The best draft of every shape that ``known`` lacks: simulated last, so that it can be said why each was refused."""
+    found: dict[tuple[int, ...], Candidate] = {}
+    shapes = {_shape(candidate) for candidate in known}
     for draft in drafts:
+        if _shape(draft) not in shapes:
+            found.setdefault(_shape(draft), draft)
+    return list(found.values())
+
+
+def _expand(problem: Problem, job: Job, drafts: list[Candidate], shortfall: _Shortfall, *,
+            own_schedule: bool = False) -> Iterator[Candidate]:
+    """Each draft with every schedule and number of chunks that exists for it (``own_schedule``: with its own only)."""
+    for draft in drafts:
+        if own_schedule and job.plan.schedule is None and job.plan.chunks is None:
+            yield draft
+            continue
         single = all(len(replica.ranks) == 1 for replica in draft.replicas)
         for name, schedule in SCHEDULES.items():
             if job.plan.schedule is not None and name != job.plan.schedule:
@@ -251,7 +271,7 @@ def _no_plan(problem: Problem, job: Job, shortfall: _Shortfall) -> str:
     held = sum(problem.memory_bytes(worker) for worker in workers)
     machine = workers[shortfall.worker].machine
     lacking = format_bytes(shortfall.excess_bytes)
-    return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks {lacking}; "
-            f"weights, gradients and optimizer state alone take {format_bytes(needed)} and all devices together offer "
+    return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks "
+            f"{lacking}; weights, gradients and optimizer state alone take {format_bytes(needed)} and all devices together offer "
             f"{format_bytes(held)}; the nearest change that would fit: {lacking} more memory on {shortfall.worker}, a shorter "
             "sequence, or a smaller model")

@@ -1,0 +1,141 @@
+"""From documents to a prepared run: data, model, graph, profile, plan; the head's side of ``atoll train``."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from atoll.cluster.calibration import Calibration
+from atoll.cluster.cluster import Cluster
+from atoll.errors import DocumentError, WorkplaceError
+from atoll.graph.graph import Graph
+from atoll.plan.job import PRECISIONS, Job
+from atoll.planner.times import Problem
+
+if TYPE_CHECKING:
+    from atoll.runtime.capture.stage import Captured
+    from atoll.runtime.data.packed import Packed
+
+__all__ = ["Prepared", "choose_folder", "fit_model", "head_machine", "prepare_run", "profile_sizes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """``job``: with everything filled in that the data decides (the vocabulary)."""
+
+    job: Job
+    cluster: Cluster
+    packed: Packed
+    captured: Captured
+    problem: Problem
+
+    @property
+    def graph(self) -> Graph:
+        return self.captured.graph
+
+
+def choose_folder(name: str, given: Path | None) -> Path:
+    """``given``, or runs/NAME, or the first free runs/NAME-2, -3, ..."""
+    if given is not None:
+        return given
+    folder = Path("runs") / name
+    number = 2
+    while folder.exists():
+        folder = Path("runs") / f"{name}-{number}"
+        number += 1
+    return folder
+
+
+def fit_model(job: Job, vocabulary: int) -> Job:
+    """Give a model without a vocabulary of its own that of the tokenizer. Presets and folders keep theirs."""
+    model = job.model
+    if model.family is None or "vocab_size" in model.config:
+        return job
+    return msgspec.structs.replace(job, model=msgspec.structs.replace(
+        model, config={**model.config, "vocab_size": vocabulary}))
+
+
+def head_machine(cluster: Cluster, wanted: str | None) -> str:
+    """The machine this is: the one asked for, the only one, any of an emulated cluster, or the one whose address is here."""
+    names = [machine.name for machine in cluster.machines]
+    if wanted is not None:
+        if wanted not in names:
+            raise DocumentError(f"--machine: there is no machine {wanted!r} in the cluster; it has {', '.join(names)}")
+        return wanted
+    if cluster.emulation is not None or len(names) == 1:
+        return names[0]
+    for machine in cluster.machines:
+        if machine.address and _is_here(machine.address.rpartition(":")[0]):
+            return machine.name
+    raise DocumentError("none of the cluster's addresses is this machine's; say which machine this is with --machine "
+                        f"({', '.join(names)})")
+
+
+def _is_here(host: str) -> bool:
+    """Whether this machine can listen on ``host``: the operating system knows its own addresses."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, profile: bool,
+                say: Callable[[str], None]) -> Prepared:
+    """Tokenize, capture, profile. ``base``: what relative paths of the job count from."""
+    from atoll.graph.config import model_config
+    from atoll.runtime.capture.stage import capture
+    from atoll.runtime.data.packed import prepare
+
+    packed = prepare(job.data, job.sequence_length, folder.absolute().parent / ".cache", base=base)
+    job = fit_model(job, packed.tokenizer.size)
+    resolved = model_config(job.model)
+    if resolved is not None:
+        packed.tokenizer.check_vocabulary(int(resolved[1]["vocab_size"]))
+    facts = packed.facts
+    say(f"data: {facts.train.documents} documents, {facts.train.tokens:,} tokens to train on, "
+        f"{facts.validation.tokens:,} held out, vocabulary {packed.tokenizer.size}")
+    precision = PRECISIONS[job.precision]
+    captured = capture(job.model, job.sequence_length, 1, precision.compute)
+    calibrations: tuple[Calibration, ...] = ()
+    if profile:
+        started = time.monotonic()
+        calibrations = profile_sizes(job, captured, packed)
+        say(f"profile: {len(captured.graph.operators)} operators timed on this machine for microbatches of "
+            f"{', '.join(str(found.samples) for found in calibrations)} in {time.monotonic() - started:.1f} s")
+    return Prepared(job=job, cluster=cluster, packed=packed, captured=captured,
+                    problem=Problem(captured.graph, cluster, precision, calibrations))
+
+
+def profile_sizes(job: Job, captured: Captured, packed: Packed, seconds: float = 2.0) -> tuple[Calibration, ...]:
+    """Profile this machine's first device for every microbatch size that the planner may try, while time allows."""
+    import torch
+
+    from atoll.planner.search import microbatches
+    from atoll.runtime.data.packed import PackedBatches
+    from atoll.runtime.profile import profile
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = PackedBatches(packed, seed=job.seed, global_batch=job.global_batch, sequence_length=job.sequence_length)
+    try:
+        return tuple(profile(captured, PRECISIONS[job.precision], samples, batches.microbatch("train", 0, 0, samples),
+                             torch.device("cpu"), seconds) for samples in microbatches(job))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ``WorkplaceError`` before anything is computed when the run's folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkplaceError(f"the run's folder {folder} cannot be made: {error.strerror}; choose another with --run") from None

@@ -1,0 +1,162 @@
+"""``atoll train`` and ``atoll worker``: plan, predict, run, compare, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.cli.common import JsonOption, Output, load_documents
+
+if TYPE_CHECKING:
+    from atoll.cli.session import Prepared
+    from atoll.plan.plan import Plan
+    from atoll.planner.predict import Prediction
+    from atoll.runtime.driver import RunResult
+
+__all__ = ["train", "worker"]
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="job.yaml")],
+    cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (left out: this machine).")] = None,
+    plan: Annotated[Path | None, typer.Option(help="plan.yaml to run as it is (left out: the planner makes one).")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Folder of the run (default: runs/NAME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --run.")] = False,
+    machine: Annotated[str | None, typer.Option(help="Which machine of the cluster this is.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long to search for a plan.")] = 4.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train: plan, predict, run, lay the prediction over what happened, write the report.
+
+    Real machines: this runs on one; on each other machine run the line it prints (atoll worker NAME ...).
+
+    Example:  atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
+    """
+    from atoll.cli.session import check_writable, choose_folder, head_machine, prepare_run
+    from atoll.errors import DocumentError
+    from atoll.report import text
+
+    output = Output(as_json)
+    wanted, machines = load_documents(job, cluster)
+    if resume and run is None:
+        raise DocumentError("--resume: name the run to go on with: --run runs/NAME")
+    head = head_machine(machines, machine)
+    folder = choose_folder(wanted.name, run)
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise DocumentError(f"--run: {folder} holds a run already; go on with it (--resume) or name another folder")
+    output.heading("Cluster")
+    output.show(text.cluster_table(machines))
+    output.heading("Job")
+    local = machines.emulation is not None or len(machines.machines) == 1
+    check_writable(folder)
+    prepared = prepare_run(wanted, machines, folder, job.absolute().parent, profile=local,
+                           say=lambda line: output.show(f"  {line}"))
+    prediction, sentences = _decide(prepared, plan, seconds)
+    output.heading("Plan")
+    output.sentences(sentences)
+    output.heading("Prediction")
+    output.show(text.prediction_table(prediction.summary))
+    _keep(folder, prepared, prediction, sentences)
+    result = _run(output, prepared, prediction.plan, folder, head, resume, job.absolute().parent)
+    _afterwards(output, folder, prepared, result)
+
+
+def _decide(prepared: Prepared, path: Path | None, seconds: float) -> tuple[Prediction, tuple[str, ...]]:
+    from atoll.plan.plan import Plan
+    from atoll.planner.advice import advise
+    from atoll.planner.explain import explain, explain_plan
+    from atoll.planner.predict import predict
+    from atoll.planner.search import Budget, search
+    from atoll.records import load
+
+    if path is not None:
+        prediction = predict(prepared.problem, load(path, Plan), steps=3)
+        return prediction, (f"The plan is given by {path}.", *explain_plan(prepared.problem, prediction))
+    decision = search(prepared.problem, prepared.job, Budget(seconds=seconds))
+    return (predict(prepared.problem, decision.prediction.plan, steps=3),
+            explain(prepared.problem, decision, advise(prepared.problem, prepared.job)))
+
+
+def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: tuple[str, ...]) -> None:
+    """What was wanted, what exists, what was decided and predicted: beside the run."""
+    import json
+
+    from atoll.records import save, to_plain, write_atomically
+    from atoll.trace.files import write_trace
+
+    save(folder / "job.yaml", prepared.job)
+    save(folder / "cluster.yaml", prepared.cluster)
+    save(folder / "plan.yaml", prediction.plan)
+    write_atomically(folder / "explain.txt", "\n".join(sentences) + "\n")
+    write_atomically(folder / "summary.json", json.dumps(to_plain(prediction.summary), indent=1))
+    write_atomically(folder / "predicted.memory.json", json.dumps(
+        {name: [list(point) for point in curve] for name, curve in prediction.simulation.memory_curves().items()}))
+    write_trace(folder / "predicted.trace.jsonl", prediction.simulation.trace())
+
+
+def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, resume: bool, base: Path) -> RunResult:
+    from atoll.cli.progress import Progress
+    from atoll.runtime.launch import find_checkpoint, launch
+
+    output.heading("Run")
+    checkpoint = find_checkpoint(folder, prepared.job, prepared.packed) if resume else None
+    if checkpoint is not None:
+        output.sentences(checkpoint.notes)
+        output.show(f"  going on after step {checkpoint.facts.step} of {prepared.job.total_steps}")
+    with Progress(output, prepared.job) as progress:
+        return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
+                      on_event=progress.note, resume=checkpoint, base=base)
+
+
+def _afterwards(output: Output, folder: Path, prepared: Prepared, result: RunResult) -> None:
+    """Measured beside predicted, a sample, the report."""
+    from atoll.report import text
+    from atoll.report.compare import compare
+    from atoll.report.page import write_report
+    from atoll.trace.files import read_trace
+
+    comparison = compare(read_trace(folder / "predicted.trace.jsonl"), read_trace(folder / "trace.jsonl"))
+    output.heading("Measured beside predicted")
+    output.show(text.comparison_table(comparison))
+    sample = None
+    if prepared.job.sample is not None and result.saved >= 0:
+        from atoll.runtime.generate import generate
+
+        sample = generate(folder, prepared.job.sample, tokens=120, seed=prepared.job.seed)
+        output.heading("Sample of the trained model")
+        output.show_text(sample)
+    paths = write_report(folder)
+    output.heading("Report")
+    output.show(f"  {paths.html}", f"  timeline {paths.timeline_png}", f"  for ui.perfetto.dev {paths.perfetto_json}")
+    output.finish(_as_plain(folder, result, comparison, sample, paths))
+
+
+def _as_plain(folder: Path, result: RunResult, comparison: Any, sample: str | None, paths: Any) -> dict[str, Any]:
+    from atoll.records import to_plain
+
+    return {"run": str(folder), "losses": list(result.losses), "step_ns": list(result.step_ns),
+            "evaluations": [list(pair) for pair in result.evaluations], "tokens": result.tokens, "saved": result.saved,
+            "comparison": to_plain(comparison), "sample": sample, "report": to_plain(paths)}
+
+
+def worker(
+    name: Annotated[str, typer.Argument(help="Worker of the cluster: the machine's name, or NAME:0, NAME:1, ... .")],
+    keys: Annotated[Path, typer.Option(help="This machine's bundle, made by atoll train for this run.")],
+    cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (to find the head).")] = None,
+    head: Annotated[str, typer.Option(help="host:port of the machine that trains (default: as the bundle says).")] = "",
+    home: Annotated[Path, typer.Option(help="Where this worker keeps its shards and data.")] = Path("runs/worker"),
+) -> None:
+    """Take part in a run that another machine started with atoll train; the line to type is printed there.
+
+    Example:  atoll worker b1 --cluster cluster.yaml --keys b1.pem
+    """
+    from atoll.cluster.network import Network, load_cluster
+    from atoll.runtime.assembly import assemble
+    from atoll.runtime.worker import leave, run_worker
+
+    if cluster is not None:
+        Network(load_cluster(cluster)).worker(name)
+    home.mkdir(parents=True, exist_ok=True)
+    leave(run_worker(name, head, keys, assemble, home=home))
