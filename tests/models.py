@@ -170,3 +170,10 @@ class Branching(SkipModel):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens, targets) if tokens.sum() > 3 else super().forward(tokens + 1, targets)
+
+
+class Odd(SkipModel):
+    """Takes something no data set is known to give."""
+
+    def forward(self, tokens: torch.Tensor, length: int) -> torch.Tensor:  # type: ignore[override]
+        return self.embed(tokens).sum() * length

@@ -1,4 +1,4 @@
-"""What a job says about its model; turned into a graph without torch (``graph.families``) or by capture (``runtime.capture``)."""
+"""What a job says about its model; turned into a graph without torch (``graph.build``) or by ``runtime.capture``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ModelSpec(Record):
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "family", "folder", "module") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise DocumentError(f"model: name exactly one of preset, family, folder, module; found {', '.join(given) or 'none'}")
+            raise DocumentError("model: name exactly one of preset, family, folder, module; "
+                                f"found {', '.join(given) or 'none'}")
         if self.weights not in ("seed", "folder"):
             raise DocumentError(f"model.weights: found {self.weights!r}, allowed: seed, folder")
         if self.weights == "folder" and self.folder is None:

@@ -26,9 +26,9 @@ __all__ = ["Traced", "at_samples", "copy_nodes", "is_getitem", "is_number", "mod
 _aten = torch.ops.aten
 _DROPOUTS = {_aten.dropout.default: 1, _aten.feature_dropout.default: 1, _aten.alpha_dropout.default: 1,
              _aten.feature_alpha_dropout.default: 1, _aten.native_dropout.default: 1}
-_CONVERSIONS = frozenset({_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten._to_copy.default, _aten.type_as.default})
+_CONVERSIONS = frozenset({_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten._to_copy.default,
+                          _aten.type_as.default})
 _NORMS_OVER_BATCH = {_aten.batch_norm.default: 5, _aten.native_batch_norm.default: 5, _aten.cudnn_batch_norm.default: 5}
-_FOREVER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,9 @@ def _clean(source: ModelSource, graph: fx.Graph, output: fx.Node) -> fx.Node:
 
 
 def _described(value: object) -> str:
-    return f"a tensor of shape {[at_samples(size, 1) for size in value.shape]}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"a tensor of shape {[at_samples(size, 1) for size in value.shape]}"
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:

@@ -34,7 +34,8 @@ _VIEWS = frozenset({
     "view_as", "expand_as", "_unsafe_view", "unsafe_split", "unsafe_chunk", "as_strided", "diagonal", "mT", "tile_view",
 })
 _KINDS = (("attention", ("scaled_dot_product_attention",)),
-          ("convolution", ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+          ("convolution", ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
+                           "conv_transpose2d", "conv_transpose3d")),
           ("embedding", ("embedding", "embedding_bag")),
           ("norm", ("layer_norm", "rms_norm", "group_norm", "native_layer_norm", "rsqrt", "batch_norm", "instance_norm")))
 

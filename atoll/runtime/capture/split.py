@@ -37,7 +37,8 @@ class Ledger:
     def columns(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
         return _Product.apply(x, weight, bias, False, self)  # type: ignore[no-any-return]
 
-    def convolve(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, dims: int, *options: Any) -> torch.Tensor:
+    def convolve(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, dims: int,
+                 *options: Any) -> torch.Tensor:
         return _Convolution.apply(x, weight, bias, dims, options, self)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -126,7 +127,8 @@ def _replacement(node: fx.Node, args: tuple[Any, ...], parameters: Container[fx.
     dims = _CONVOLUTIONS.get(node.target, 0)
     if not dims or given[1] not in parameters or _rank(given[0]) != dims + 2:
         return None
-    stride, padding, dilation = (_full(args[at] if len(args) > at else [default], dims) for at, default in ((3, 1), (4, 0), (5, 1)))
+    stride, padding, dilation = (_full(args[at] if len(args) > at else [default], dims)
+                                 for at, default in ((3, 1), (4, 0), (5, 1)))
     return ledger.convolve, (args[0], args[1], args[2] if len(args) > 2 else None, dims, stride, padding, dilation,
                              args[6] if len(args) > 6 else 1)
 

@@ -16,6 +16,7 @@ __all__ = ["initial_value", "initialise", "load_weights", "seed_of"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_STORED_AS = {"lm_head.weight": "embed_out.weight"}  # GPT-NeoX files keep the name of the first release
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -90,7 +91,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _stored_name(name: str, captured: Captured, where: Iterable[str], folder: str | Path) -> str:
     names = (name, *captured.traced.aliases[name])
-    for candidate in (*names, *(other.partition(".")[2] for other in names)):
+    elsewhere = [_STORED_AS[other] for other in names if other in _STORED_AS]
+    for candidate in (*names, *elsewhere, *(other.partition(".")[2] for other in names)):
         if candidate in where:
             return candidate
     raise GraphError(f"model.folder: {folder} has no weight {' or '.join(map(repr, names))}; it belongs to another model")
