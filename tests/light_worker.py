@@ -1,7 +1,8 @@
 """A worker without a model, for tests of processes and links: each step hands a number once around the ring of workers.
 
 Run as ``python tests/light_worker.py NAME --head ... --keys ...`` (what ``drive`` is given as its command). What it does
-beside that is in ``documents.data``: {"steps_s": pause in each step, "fail": {worker: step at which it raises}}.
+beside that is in ``documents.data``: {"step_s": pause in each turn, "fail": {worker: step at which it
+raises}, "program": a digest to claim}.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LightCrew:
 
     def __init__(self, documents: Documents, place: Place, bundle: Bundle, times: Timeouts, clock: Clock, stop: Stop) -> None:
         self.documents, self.name, self.clock, self.stop = documents, place.name, clock, stop
-        self.program = documents.program
+        self.program = (documents.data or {}).get("program", documents.program)
         workers = plan_workers(documents)
         position = workers.index(self.name)
         self.first = position == 0
