@@ -92,7 +92,10 @@ class Lab:
             raise
         if any(0 < own <= OWN_LATENCY_NS for cable in self.layout.cables for own in (cable.forward_ns, cable.backward_ns)):
             self.notes.append(f"latencies up to {format_duration(OWN_LATENCY_NS)} are the virtual devices' own (some 10 µs)")
-        self.notes += [f"no way from {source} to {target}" for source, target in self.layout.apart]
+        islands = {machine.name: machine.island for machine in self.cluster.machines}
+        apart = sorted({(islands[source], islands[target]) for source, target in self.layout.apart})
+        if apart:
+            self.notes.append(f"not joined: {', '.join(f'{source}>{target}' for source, target in apart)}")
         self.notes += [f"{machine}: handing over inside the machine is limited on its loopback device, latency is its own"
                        for machine in self.layout.loops]
         if self.limited and self.cluster.emulation is None:
