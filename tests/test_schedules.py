@@ -18,13 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.errors import PlanError, ProgramError
+from atoll.errors import DocumentError, PlanError, ProgramError
 from atoll.policies.schedules.table import SCHEDULES, find
+from atoll.policies.schedules.written import written
 from atoll.policies.schedules.zb_v import ZbV
 from atoll.program.bare import bare_program
 from atoll.program.check import check, live_peak
+from atoll.program.contracts import Schedule
 from atoll.program.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Recompute
 from atoll.program.linked import link
+from atoll.program.pytorch_csv import write_orders
 
 DATA = Path(__file__).parent / "data"
 Orders = Sequence[Sequence[Instruction]]
@@ -361,6 +364,34 @@ def test_gpipe_reversed_in_time_is_gpipe() -> None:
         swapped = tuple(tuple({Forward: Backward, Backward: Forward}[type(one)](
             stage=one.stage, microbatch=microbatches - 1 - one.microbatch) for one in reversed(order)) for order in orders)
         assert swapped == orders
+
+
+# ---- schedules that somebody wrote down ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_written_schedule_is_the_schedule_it_was_written_from(name: str) -> None:
+    schedule = SCHEDULES[name]
+    chunks = 1 if schedule.refuse(4, 8, 1) is None else 2
+    read: Schedule = written(write_orders(schedule.order(4, 8, chunks)), source="mine.csv")
+    assert read.refuse(4, 8, chunks) is None and read.splits_backward == schedule.splits_backward
+    assert read.placement(4, chunks) == schedule.placement(4, chunks)
+    assert read.order(4, 8, chunks) == schedule.order(4, 8, chunks)
+    assert read.claim(4, 8, chunks).peak_activations == schedule.claim(4, 8, chunks).peak_activations
+    refusal = read.refuse(4, 9, chunks)
+    assert refusal is not None and "8 microbatches" in refusal and "asked for 4, 9" in refusal
+
+
+@pytest.mark.parametrize(("text", "error", "sentence"), [
+    ("0F0,0B0,0F1\n", DocumentError, "mine.csv: stage 0 does Forward for microbatch 1, expected F and either B or both"),
+    ("0F0,0I0\n", DocumentError, "stage 0 does Forward, BackwardInput for microbatch 0"),
+    ("0F1,0B1\n", DocumentError, "stage 0 does nothing for microbatch 0"),
+    ("0F0,1F0,1B0,0B0\n2F0,2B0\n", DocumentError, "the ranks hold 2, 1 stages"),
+    ("0B0,0F0\n", ProgramError, "0B0 reads"),
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", ProgramError, "deadlock"),
+])
+def test_a_schedule_written_wrongly_is_refused(text: str, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        written(text, source="mine.csv")
 
 
 # ---- bare programs -------------------------------------------------------------------------------------------------

@@ -7,8 +7,20 @@ import hashlib
 import msgspec
 
 from atoll.program.instructions import (
-    Backward, BackwardInput, BackwardWeight, Commit, Forward, Load, Native, Receive, Recompute, Reduce, Save, Send,
-    Update, Vote,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Commit,
+    Forward,
+    Load,
+    Native,
+    Receive,
+    Recompute,
+    Reduce,
+    Save,
+    Send,
+    Update,
+    Vote,
 )
 from atoll.records import Record
 
