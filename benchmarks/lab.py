@@ -150,13 +150,14 @@ def busy() -> float:
 
 
 def draw(figure: Figure, curves: dict[str, Samples]) -> None:
-    axes = figure.subplots(1, len(curves))
-    for axis, (name, samples) in zip(axes, curves.items(), strict=True):
-        start = samples[0][0]
+    panels = list(dict.fromkeys(name.partition(":")[0] for name in curves))
+    axes = figure.subplots(1, len(panels))
+    for name, samples in curves.items():
+        axis, start = axes[panels.index(name.partition(":")[0])], samples[0][0]
         axis.plot([later[0] - start for later in samples[1:]],
                   [(later[1] - before[1]) * 8e-6 / (later[0] - before[0])
                    for before, later in pairwise(samples)], linewidth=1)
-        axis.set_title(name, fontsize=8)
+        axis.set_title(name.partition(":")[0], fontsize=8)
         axis.set_xlabel("s")
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=7)
