@@ -420,8 +420,8 @@ def test_a_port_in_use_and_a_missing_address_are_said(tmp_path: Path) -> None:
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     first, second = free_ports(2)
     place = cluster(addresses={"a1": f"127.0.0.1:{first}", "b1": f"127.0.0.1:{second}"})
-    papers = documents(tmp_path, job(max_pause="100 ms"), place, workers=("b1",))
-    with pytest.raises(WorkplaceError, match="waited 6 s for b1 in vain; start them on their machines"):
+    papers = documents(tmp_path, job(max_pause="50 ms"), place, workers=("b1",))
+    with pytest.raises(WorkplaceError, match="waited 3 s for b1 in vain; start them on their machines"):
         drive(papers, tmp_path, on_event=lambda event: None, command=LIGHT)
 
 
