@@ -21,7 +21,7 @@ from atoll.program.dependencies import dependencies
 from atoll.program.instructions import Buffer, Instruction, Native, Receive, Reduce, Send
 from atoll.program.notation import notation
 from atoll.program.program import Program
-from atoll.simulator.fabric import AMOUNT, flow_ns, overlaps
+from atoll.simulator.fabric import AMOUNT, flow_ns, prune, shared_with
 from atoll.simulator.roads import Path, Roads
 
 __all__ = ["END", "FIXED", "FLOW", "NATIVE", "RECEIVE", "RING", "SEND", "Compiled", "Life", "Meeting", "compile_program"]
@@ -37,8 +37,8 @@ RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
 class Life(msgspec.Struct, frozen=True, gc=False):
-    """A buffer of ``size_bytes``: alive from the start of node ``writer`` to the last end among ``users`` (its readers; its
-    last writer where nobody reads it)."""
+    """A buffer of ``size_bytes``: alive from the start of node ``writer`` to the last end among ``users`` (its readers and,
+    where nobody reads it or several write it, its last writer)."""
 
     buffer: Buffer
     size_bytes: int
@@ -162,20 +162,23 @@ def _worker(compiled: Compiled, index: int, costs: CostModel, slowdown: float, r
     numbers: defaultdict[Buffer, int] = defaultdict(count().__next__)
     number = numbers.__getitem__
     accesses: list[_Access] = []
-    kinds, times, sends = compiled.kinds, compiled.times, compiled.sends
+    outgoing: dict[str, list[int]] = {}
+    incoming: dict[str, list[int]] = {}
+    kinds, times = compiled.kinds, compiled.times
     duration = costs.duration_ns
     for node, instruction in enumerate(compiled.program.workers[index].instructions, start=offset):
         lane = instruction.lane
-        accesses.append(_Access(lane, [*map(number, instruction.reads)], [*map(number, instruction.writes)]))
+        reads, writes = [*map(number, instruction.reads)], [*map(number, instruction.writes)]
+        if len(reads) > 4 and len(writes) > 2:  # a buffer that is added to waits no longer for being read as well
+            reads = list(set(reads).difference(writes))
+        accesses.append(_Access(lane, reads, writes))
         kind = type(instruction)  # isinstance is slow where it says no
         if kind is Send:
-            assert isinstance(instruction, Send)
             kinds[node] = FLOW
-            sends.setdefault((name, instruction.peer), []).append(node)
+            outgoing.setdefault(lane, []).append(node)
         elif kind is Receive:
-            assert isinstance(instruction, Receive)
             kinds[node] = RECEIVE
-            receives.setdefault((instruction.peer, name), []).append(node)
+            incoming.setdefault(lane, []).append(node)
         elif kind is Native:
             assert isinstance(instruction, Native)
             kinds[node] = NATIVE
@@ -186,9 +189,19 @@ def _worker(compiled: Compiled, index: int, costs: CostModel, slowdown: float, r
                 times[node] = round(time * slowdown)
             if time < 0:
                 raise ProgramError(f"{compiled.place(node)}: the cost model says {time} ns, expected 0 or more")
+    instructions = compiled.program.workers[index].instructions
+    for nodes in outgoing.values():
+        compiled.sends[name, _peer(instructions[nodes[0] - offset])] = nodes
+    for nodes in incoming.values():
+        receives[_peer(instructions[nodes[0] - offset]), name] = nodes
     compiled.instruction_lanes.extend([access.lane for access in accesses])
     _link(compiled, index, dependencies(accesses), offset)
     compiled.lives.append(_lives(compiled, name, accesses, numbers, offset, costs))
+
+
+def _peer(instruction: Instruction) -> str:
+    assert isinstance(instruction, Send | Receive)
+    return instruction.peer
 
 
 def _lives(compiled: Compiled, worker: str, accesses: list[_Access], numbers: Mapping[Buffer, int], offset: int,
@@ -210,7 +223,10 @@ def _lives(compiled: Compiled, worker: str, accesses: list[_Access], numbers: Ma
         if writer >= 0 and buffer[0] not in PERSISTENT:
             size_bytes = _buffer_bytes(buffer, writer, worker, compiled, buffer_bytes)
             if size_bytes:
-                lives.append(Life(buffer, size_bytes, writer, readers[buffer_number] or [last[buffer_number]]))
+                users = readers[buffer_number]
+                if not users or last[buffer_number] > writer:
+                    users.append(last[buffer_number])
+                lives.append(Life(buffer, size_bytes, writer, users))
     return lives
 
 
@@ -355,7 +371,7 @@ def _check_group(compiled: Compiled, group: tuple[str, ...], members: dict[str, 
 
 def _settle_lonely_lanes(compiled: Compiled) -> None:
     """Where nothing else ever uses a lane's segments, times are known now."""
-    shared = overlaps(compiled.routes)
+    shared = shared_with(prune(compiled.routes, compiled.capacity, compiled.top))
     kinds, times, amount = compiled.kinds, compiled.times, compiled.amount
     for pair, nodes in compiled.sends.items():
         lane = compiled.pairs[pair]
