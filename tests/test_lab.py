@@ -278,6 +278,7 @@ def test_unknown_names_are_refused_with_near_ones() -> None:
         with pytest.raises(LabError, match=r"no segment 'a1>lagoon'; did you mean"):
             lab.bytes("a1>lagoon")
         document = lab.addressed(7711)
+        assert document.emulation is None, "the lab is the emulation; nobody slows itself down once more"
         assert [machine.address for machine in document.machines] == ["10.77.0.2:7711", "10.77.0.3:7711", "10.77.0.4:7711"]
 
 

@@ -141,10 +141,11 @@ class Lab:
         return self.layout.addresses[machine]
 
     def addressed(self, port: int = 7700) -> Cluster:
-        """The cluster as its machines should see it inside: every machine with its address and ``port``."""
+        """The cluster as its machines should see it inside: each with its address and ``port``, and no longer emulated:
+        speeds and links are the lab's doing, so processes must not slow themselves down once more."""
         machines = tuple(msgspec.structs.replace(machine, address=f"{self.address(machine.name)}:{port}")
                          for machine in self.cluster.machines)
-        return msgspec.structs.replace(self.cluster, machines=machines)
+        return msgspec.structs.replace(self.cluster, machines=machines, emulation=None)
 
     def run(self, machine: str, argv: Sequence[str], env: Mapping[str, str] | None = None,
             **options: Any) -> subprocess.Popen[Any]:
@@ -244,7 +245,9 @@ def _relay_command(choice: str) -> tuple[list[str], str]:
     python = [sys.executable, "-E", "-s", str(here / "relay.py")]
     if choice == "python":
         return python, "latency is made by the Python relay, as asked"
-    if compiler is not None and (here / "relay.c").exists():
+    if not (here / "relay.c").exists():
+        reason = "relay.c was not installed with Atoll"
+    elif compiler is not None:
         handle, target = tempfile.mkstemp(prefix="atoll-relay-")
         os.close(handle)
         done = subprocess.run([compiler, "-O2", "-o", target, str(here / "relay.c")], capture_output=True, text=True,
