@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.cluster.cluster import Cluster
-from atoll.errors import CheckpointError, DataError, ProgramError, WorkerLostError, WorkplaceError
+from atoll.errors import CheckpointError, DataError, DocumentError, ProgramError, WorkerLostError, WorkplaceError
 from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
 from atoll.records import from_plain, parse
@@ -175,6 +175,11 @@ def test_whatever_happens_a_lost_worker_is_judged_within_max_pause(kinds: list[s
     else:
         assert verdicts[0] is not None
     assert last + times.settle_ns + times.grace_ns <= max_pause_ns
+
+
+def test_a_pause_too_short_to_mean_anything_is_refused() -> None:
+    with pytest.raises(DocumentError, match=r"job.max_pause: found 1 ms, expected at least 50 ms"):
+        timeouts(1_000_000)
 
 
 def test_a_silent_head_is_noticed_too() -> None:

@@ -202,7 +202,9 @@ class _Run:
         for worker in self.workers:
             bundle = paths[self.machines[worker]]
             if worker in here:
-                self.processes.start(worker, [*command, worker, "--head", address, "--keys", str(bundle)], one_thread=emulated)
+                patience = str(6 * self.times.max_pause_ns / 1e9)  # if this head dies meanwhile, they must not stay for long
+                self.processes.start(worker, [*command, worker, "--head", address, "--keys", str(bundle), "--patience",
+                                              patience], one_thread=emulated)
             else:
                 self.on_event(Waiting(worker=worker, machine=self.machines[worker], bundle=str(bundle)))
 

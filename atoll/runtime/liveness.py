@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from atoll.errors import DocumentError
 from atoll.records import Record
 from atoll.units import format_duration
 
@@ -20,6 +21,7 @@ __all__ = ["Accused", "Broken", "Exited", "Failed", "Finished", "Joined", "Liven
            "Verdict", "head_silent", "timeouts", "where"]
 
 _SECOND = 10**9
+_SHORTEST_NS = 50_000_000
 
 
 class Timeouts(Record):
@@ -46,7 +48,10 @@ class Timeouts(Record):
 
 
 def timeouts(max_pause_ns: int) -> Timeouts:
-    """The one place where ``max_pause`` becomes time-outs."""
+    """The one place where ``max_pause`` becomes time-outs. Raises ``DocumentError`` when it is too short to mean anything."""
+    if max_pause_ns < _SHORTEST_NS:
+        raise DocumentError(f"job.max_pause: found {format_duration(max_pause_ns)}, expected at least "
+                            f"{format_duration(_SHORTEST_NS)}, such as '30 s'")
     return Timeouts(
         max_pause_ns=max_pause_ns, heartbeat_ns=min(_SECOND // 4, max_pause_ns // 10), silence_ns=max_pause_ns * 6 // 10,
         settle_ns=min(_SECOND, max_pause_ns // 10), grace_ns=min(3 * _SECOND, max_pause_ns // 5), connect_ns=max_pause_ns,

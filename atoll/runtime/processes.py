@@ -25,7 +25,7 @@ class Processes:
 
     def start(self, worker: str, command: Sequence[str], *, one_thread: bool) -> None:
         """``one_thread``: the process stands for a device of an emulated cluster and must not take more than a core."""
-        environment = dict(os.environ, PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR")
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR", TORCH_CPP_LOG_LEVEL="ERROR")
         if one_thread:
             environment.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         try:

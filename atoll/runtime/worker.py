@@ -255,9 +255,11 @@ def main(assemble: Assemble, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head", default="", help="host:port of the head (default: as the bundle says)")
     parser.add_argument("--keys", required=True, help="the machine's key bundle (keys/MACHINE.pem of the run)")
     parser.add_argument("--home", default=".", help="folder for what this worker writes, if it shares none with the head")
+    parser.add_argument("--patience", type=float, default=PATIENCE_NS / 1e9, help="seconds to wait for the head to appear")
     options = parser.parse_args(arguments)
     faulthandler.enable()
-    return run_worker(options.name, options.head, options.keys, assemble, home=options.home)
+    return run_worker(options.name, options.head, options.keys, assemble, home=options.home,
+                      patience_ns=round(options.patience * 1e9))
 
 
 def leave(code: int) -> None:
