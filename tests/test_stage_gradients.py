@@ -188,3 +188,14 @@ def test_shared_parameters_are_one_object() -> None:
     last = build_stage(whole, len(whole.graph.operators) - 2, len(whole.graph.operators), device="cpu", shared=shared)
     assert first.parameters["transformer.wte.weight"] is last.parameters["transformer.wte.weight"]
     assert set(shared) == set(first.parameters) | set(last.parameters)
+
+
+@pytest.mark.parametrize("model", ["gpt2, tied", "llama", "gpt_neox", "nanogpt", "functional", "u-net"])
+def test_nothing_of_the_tracing_device_is_left_in_a_stage(model: str) -> None:
+    """On another device (meta: no data, but every operation refuses tensors of two devices) a stage runs as well."""
+    whole = captured(model)
+    for split in (False, True):
+        stage = build_stage(whole, 0, len(whole.graph.operators), device="meta", split_backward=split)
+        loss = stage({name: tensor.to("meta") for name, tensor in batch(model).items()})[whole.graph.loss]
+        loss.backward()
+        assert loss.device.type == "meta" and all(each.grad is not None for each in stage.parameters.values())

@@ -59,8 +59,10 @@ class Operator(Record):
 
     ``forward_flops`` counts multiply and add of matrix products, convolutions and attention (elementwise work
     counts as bytes only, as PyTorch's FlopCounterMode does). ``backward_input_flops`` and ``backward_weight_flops``
-    are the two halves of the backward. ``saved_bytes``: activation bytes kept for the backward, each storage
-    charged to the first operator that keeps it. ``read_bytes``/``written_bytes``: memory traffic of the forward.
+    are the two halves of the backward. Causal attention is counted in full, 4bhs²d forward and 2.5 times that backward
+    (the scores are computed again). ``saved_bytes``: activation bytes kept for the backward, each storage charged to
+    the first operator that keeps it. ``read_bytes``/``written_bytes``: memory traffic of the forward, operation by
+    operation, without parameters (those are read once a pass, whatever the number of samples).
     """
 
     name: str

@@ -6,8 +6,11 @@ The module is built on ``meta`` under a tape, its parameters become fake tensors
 
 from __future__ import annotations
 
+import io
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +135,11 @@ def _adopt_buffers(module: nn.Module, source: ModelSource, dtype: torch.dtype, t
 
 def _export(source: ModelSource, module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
     dynamic = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
+    noise = io.StringIO()  # a failing export prints its whole half-made graph
     try:
-        exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
+        with redirect_stderr(noise):
+            exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
+        sys.stderr.write(noise.getvalue())
         if any(node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
                and node.target._schema.is_mutable for node in exported.graph.nodes):
             _check(source, exported, exported.graph)
