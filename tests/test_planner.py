@@ -82,8 +82,8 @@ def test_partition_is_as_good_as_brute_force(stages: int, uneven: bool) -> None:
         worst = 0.0
         for k, (low, high) in enumerate(pairwise(cuts)):
             ranges = given.ranges(workers[k], 2)
-            both = ranges.forward_ns + ranges.backward_ns
-            worst = max(worst, both[high] - both[low])
+            worst = max(worst, ranges.forward_ns[high] - ranges.forward_ns[low] + ranges.backward_ns[high]
+                        - ranges.backward_ns[low])
             if k:
                 worst = max(worst, given.link_ns(workers[k - 1], workers[k], given.index.cut_bytes[low] * 2)[0])
         return worst
@@ -99,7 +99,8 @@ def test_partition_minds_memory() -> None:
     found = partition(problem(machines=tight), ("m00", "m01"), 1, (2, 1), False)
     assert found is not None and found.excess_bytes == 0
     tighter = cluster(((1.0, 1.0),), memory=200_000)
-    lacking = partition(problem(machines=tighter), ("m00", "m01"), 1, (2, 1), False)
+    assert partition(problem(machines=tighter), ("m00", "m01"), 1, (2, 1), False) is None
+    lacking = partition(problem(machines=tighter), ("m00", "m01"), 1, (2, 1), False, nearest=True)
     assert lacking is not None and lacking.excess_bytes > 0 and lacking.worst in ("m00", "m01")
 
 

@@ -58,8 +58,8 @@ def _limits(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
     summary = prediction.summary
     share = summary.critical_ns.get(summary.limit, 0) / max(1, sum(summary.critical_ns.values()))
     link = f"; the busiest link, {busiest}, {segments[busiest]:.0%}" if busiest else ""
-    lines.append(f"What limits it is {summary.limit}: {share:.0%} of the critical path is its doing. The busiest device, {worker}, "
-                 f"computes {compute[worker]:.0%} of the step{link}.")
+    lines.append(f"What limits it is {summary.limit}: {share:.0%} of the critical path is its doing. The busiest device, "
+                 f"{worker}, computes {compute[worker]:.0%} of the step{link}.")
     if max(compute[worker], segments.get(busiest, 0.0)) < 0.75:
         lines.append("Nothing is busy all the time: what remains is waiting, for the pipeline to fill and drain and for the "
                      "latency of messages.")

@@ -17,7 +17,7 @@ from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
 from atoll.planner.arrangements import Arrangement, arrangements
 from atoll.planner.estimate import Candidate, ReplicaDraft, estimate, interval_ns
-from atoll.planner.partition import Partition, partition
+from atoll.planner.partition import partition
 from atoll.planner.predict import Prediction, predict
 from atoll.planner.times import Problem
 from atoll.policies.schedules.table import SCHEDULES
@@ -76,11 +76,12 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
     budget = budget or Budget()
     started = clock()
     shortfall = _Shortfall()
-    drafts, drafted, over = draft_candidates(problem, job, shortfall, budget.drafts)
+    drafts, drafted, over = draft_candidates(problem, job, budget.drafts)
     if not drafts:
+        _nearest_miss(problem, job, shortfall)
         raise PlanError(_no_plan(problem, job, shortfall))
-    expanded = sorted(_expand(problem, job, drafts[:budget.kept], shortfall), key=lambda c: c.estimate_ns)[:budget.simulated]
-    expanded += _expand(problem, job, _one_of_each(drafts[budget.kept:], expanded), shortfall, own_schedule=True)
+    expanded = sorted(_expand(problem, job, drafts[:budget.kept]), key=lambda c: c.estimate_ns)[:budget.simulated]
+    expanded += _expand(problem, job, _one_of_each(drafts[budget.kept:], expanded), own_schedule=True)
     trials: list[Trial] = []
     best: Prediction | None = None
     for candidate in expanded:
@@ -118,13 +119,11 @@ def describe(candidate: Candidate) -> str:
     return text + (", recomputing" if candidate.recompute else "")
 
 
-def draft_candidates(problem: Problem, job: Job, shortfall: _Shortfall | None = None,
-                     limit: int = 20_000) -> tuple[list[Candidate], int, int]:
+def draft_candidates(problem: Problem, job: Job, limit: int = 20_000) -> tuple[list[Candidate], int, int]:
     """All arrangements, microbatch sizes and recomputation choices, partitioned for 1F1B and sorted by estimate.
 
     Returns (those that fit, how many were tried, how many of these did not fit).
     """
-    shortfall = shortfall or _Shortfall()
     found: list[Candidate] = []
     tried = over = 0
     for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages):
@@ -133,7 +132,7 @@ def draft_candidates(problem: Problem, job: Job, shortfall: _Shortfall | None = 
                 if tried >= limit:
                     break
                 tried += 1
-                candidate = _draft(problem, job, arrangement, samples, recompute, shortfall)
+                candidate = _draft(problem, job, arrangement, samples, recompute)
                 if candidate is None:
                     over += 1
                     continue
@@ -150,29 +149,40 @@ def microbatches(job: Job) -> list[int]:
     return [size for size in range(1, job.global_batch + 1) if job.global_batch % size == 0 and size & (size - 1) == 0][:6]
 
 
-def _draft(problem: Problem, job: Job, arrangement: Arrangement, samples: int, recompute: bool,
-           shortfall: _Shortfall) -> Candidate | None:
+def _draft(problem: Problem, job: Job, arrangement: Arrangement, samples: int, recompute: bool) -> Candidate | None:
     total = job.global_batch // samples
     if total < len(arrangement) or job.global_batch % samples:
         return None
+    state = problem.element_sums[-1] * problem.state_bytes
+    if any(sum(problem.memory_bytes(worker) for worker in ranks) < state for ranks in arrangement):
+        return None  # not even the weights and their state fit: no need to cut it up
     drafts = []
     for ranks in arrangement:
         live = tuple(min(len(ranks) - k, max(1, total // len(arrangement))) for k in range(len(ranks)))
         cut = partition(problem, ranks, samples, live, recompute)
         if cut is None:
             return None
-        if cut.excess_bytes > 0:
-            what = f"{len(arrangement)} replica{'s' if len(arrangement) > 1 else ''}, microbatches of {samples}"
-            _note(shortfall, cut, what + (", recomputing" if recompute else ""))
-            return None
         drafts.append(ReplicaDraft(ranks=ranks, stage_workers=ranks, cuts=cut.cuts, live=live))
     candidate = Candidate(schedule="1f1b", chunks=1, samples=samples, recompute=recompute, replicas=tuple(drafts))
     return _priced(problem, _share_out(problem, candidate, total))
 
 
-def _note(shortfall: _Shortfall, cut: Partition, what: str) -> None:
-    if cut.excess_bytes < shortfall.excess_bytes:
-        shortfall.excess_bytes, shortfall.worker, shortfall.what = cut.excess_bytes, cut.worst, what
+def _nearest_miss(problem: Problem, job: Job, shortfall: _Shortfall, attempts: int = 8) -> None:
+    """When nothing fits: of the arrangements with most memory a replica, the one that is least over."""
+    room = {worker: problem.memory_bytes(worker) for worker in problem.network.workers}
+    found = sorted(arrangements(problem, job.plan.replicas, job.plan.stages),
+                   key=lambda groups: -min(sum(room[worker] for worker in group) for group in groups))
+    samples = min(microbatches(job), default=1)
+    recompute = job.plan.recompute != "never"
+    for arrangement in found[:attempts]:
+        for ranks in arrangement:
+            live = tuple(min(len(ranks) - k, max(1, job.global_batch // samples)) for k in range(len(ranks)))
+            cut = partition(problem, ranks, samples, live, recompute, nearest=True)
+            if cut is not None and 0 < cut.excess_bytes < shortfall.excess_bytes:
+                stages = len(ranks)
+                shortfall.excess_bytes, shortfall.worker = cut.excess_bytes, cut.worst
+                shortfall.what = (f"{stages} stage{'s' if stages > 1 else ''} with microbatches of {samples}"
+                                  + (", recomputing" if recompute else ""))
 
 
 def _priced(problem: Problem, candidate: Candidate) -> Candidate:
@@ -206,7 +216,7 @@ def _one_of_each(drafts: list[Candidate], known: list[Candidate]) -> list[Candid
     return list(found.values())
 
 
-def _expand(problem: Problem, job: Job, drafts: list[Candidate], shortfall: _Shortfall, *,
+def _expand(problem: Problem, job: Job, drafts: list[Candidate], *,
             own_schedule: bool = False) -> Iterator[Candidate]:
     """Each draft with every schedule and number of chunks that exists for it (``own_schedule``: with its own only)."""
     for draft in drafts:
@@ -214,18 +224,18 @@ def _expand(problem: Problem, job: Job, drafts: list[Candidate], shortfall: _Sho
             yield draft
             continue
         single = all(len(replica.ranks) == 1 for replica in draft.replicas)
-        for name, schedule in SCHEDULES.items():
+        for name in SCHEDULES:
             if job.plan.schedule is not None and name != job.plan.schedule:
                 continue
             if single and name not in ("1f1b", "breadth-first") and job.plan.schedule is None:
                 continue  # on one worker the order hardly matters; chunks only serve to overlap the sum of gradients
             for chunks in _CHUNKS if job.plan.chunks is None else (job.plan.chunks,):
-                candidate = _with_schedule(problem, draft, name, chunks, shortfall)
+                candidate = _with_schedule(problem, draft, name, chunks)
                 if candidate is not None:
                     yield candidate
 
 
-def _with_schedule(problem: Problem, draft: Candidate, name: str, chunks: int, shortfall: _Shortfall) -> Candidate | None:
+def _with_schedule(problem: Problem, draft: Candidate, name: str, chunks: int) -> Candidate | None:
     schedule = SCHEDULES[name]
     replicas = []
     for replica in draft.replicas:
@@ -238,9 +248,6 @@ def _with_schedule(problem: Problem, draft: Candidate, name: str, chunks: int, s
         live = tuple(max(1, -(-peaks[rank] // chunks)) for rank in placement)
         cut = partition(problem, workers, draft.samples, live, draft.recompute)
         if cut is None:
-            return None
-        if cut.excess_bytes > 0:
-            _note(shortfall, cut, f"{name}, microbatches of {draft.samples}")
             return None
         replicas.append(replace(replica, stage_workers=workers, cuts=cut.cuts, live=live))
     return _priced(problem, replace(draft, schedule=name, chunks=chunks, replicas=tuple(replicas)))
@@ -272,6 +279,6 @@ def _no_plan(problem: Problem, job: Job, shortfall: _Shortfall) -> str:
     machine = workers[shortfall.worker].machine
     lacking = format_bytes(shortfall.excess_bytes)
     return (f"the model fits no plan: nearest is {shortfall.what}, where {shortfall.worker} (machine {machine}) lacks "
-            f"{lacking}; weights, gradients and optimizer state alone take {format_bytes(needed)} and all devices together offer "
-            f"{format_bytes(held)}; the nearest change that would fit: {lacking} more memory on {shortfall.worker}, a shorter "
-            "sequence, or a smaller model")
+            f"{lacking}; weights, gradients and optimizer state alone take {format_bytes(needed)} and all devices together "
+            f"offer {format_bytes(held)}; the nearest change that would fit: {lacking} more memory on {shortfall.worker}, a "
+            "shorter sequence, or a smaller model")
