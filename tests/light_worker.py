@@ -41,7 +41,7 @@ class LightCrew:
         shaped = Path(documents.run) / "links.bin" if documents.cluster.emulation is not None else None
         self.links = Links(self.name, workers, network, documents.head, bundle, stop, times, buckets=shaped,
                            max_message_bytes=1 << 20, device=torch.device("cpu"))
-        self.at = "waiting"
+        self.at = ""
 
     def run(self, turn: Turn) -> Report:
         options = self.documents.data or {}

@@ -59,7 +59,7 @@ class Saboteur:
 ])
 def test_the_others_stop_and_the_machine_is_named(tmp_path: Path, number: int, sentence: str, limit_s: float) -> None:
     """``limit_s``: what is promised (10 s; for a frozen worker ``max_pause``), not what is measured (1-3 s)."""
-    saboteur = Saboteur("b1", number, at=3)
+    saboteur = Saboteur("b1", number, at=20)
     with pytest.raises(WorkerLostError, match=sentence):
         drive(documents(tmp_path, job(5000, max_pause="8 s"), cluster(), {"step_s": 0.05}), tmp_path, on_event=saboteur,
               commit=lambda step, entries: "", command=LIGHT)

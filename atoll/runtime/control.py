@@ -23,7 +23,7 @@ import msgspec
 from atoll.errors import AtollError, CheckpointError, WorkerLostError, WorkplaceError
 from atoll.runtime.handover import Files
 from atoll.runtime.keys import Bundle
-from atoll.runtime.liveness import Timeouts, head_silent
+from atoll.runtime.liveness import Timeouts, head_silent, own_pause
 from atoll.runtime.transport import rpc
 from atoll.runtime.world import Stop
 from atoll.trace.span import Span
@@ -79,9 +79,11 @@ class Report(_Said):
 
 
 class Trouble(_Said):
-    """``accuses``: a peer was lost (else: an error of this worker's own). ``kind``: name of the error's class."""
+    """``accuses``: a peer was lost (else: an error of this worker's own). ``kind``: name of the error's class. ``doing``: as
+    in a ``Beat``."""
 
     text: str
+    doing: str
     kind: str
     accuses: bool
 
@@ -253,6 +255,7 @@ class Member:
         self._same_clock = False
         self._refusal = ""
         self._times: Timeouts | None = None
+        self._doing: Callable[[], str] = str
         self.ending = ""
         self.ended = threading.Event()
         self.finished = threading.Event()
@@ -277,6 +280,7 @@ class Member:
     def beat(self, doing: Callable[[], str]) -> None:
         """From now on say that this worker is alive, and look whether the head is (on a thread of its own)."""
         assert self._times is not None, "join first"
+        self._doing = doing
         threading.Thread(target=self._beat, args=(doing, self._times), name="heartbeat", daemon=True).start()
 
     def start(self, ready: Ready) -> Start:
@@ -309,7 +313,7 @@ class Member:
     def trouble(self, error: BaseException) -> None:
         """Tell the head, which decides what it means; then wait for its decision (it comes as a stop)."""
         accuses = isinstance(error, WorkerLostError)
-        self._outbox.put(Trouble(text=str(error), kind=type(error).__name__, accuses=accuses))
+        self._outbox.put(Trouble(text=str(error), doing=self._doing(), kind=type(error).__name__, accuses=accuses))
         limit_ns = self._times.max_pause_ns if self._times else 0
         self.ended.wait(limit_ns / 1e9)
 
@@ -381,9 +385,11 @@ class Member:
 
     def _beat(self, doing: Callable[[], str], times: Timeouts) -> None:
         count = 0
-        self._last_heard_ns = time.monotonic_ns()
+        self._last_heard_ns = looked_ns = time.monotonic_ns()
         while not self.ended.is_set() and not self.finished.is_set():
             now_ns = time.monotonic_ns()
+            self._last_heard_ns += own_pause(looked_ns, now_ns, times)
+            looked_ns = now_ns
             self._outbox.put(Beat(sent_ns=now_ns, doing=doing()))
             silent = head_silent(self._last_heard_ns, now_ns, times)
             if silent is not None:

@@ -49,6 +49,7 @@ from atoll.runtime.liveness import (
     Seen,
     Timeouts,
     Verdict,
+    own_pause,
     timeouts,
 )
 from atoll.runtime.processes import Processes
@@ -183,7 +184,7 @@ class _Run:
         self.step_ns: list[int] = []
         self.evaluations: list[tuple[int, float]] = []
         self.tokens, self.saved = 0, -1
-        self.began_ns = self.last_step_ns = time.monotonic_ns()
+        self.began_ns = self.last_step_ns = self.looked_ns = time.monotonic_ns()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -270,9 +271,11 @@ class _Run:
         else:
             self.take(worker, message, at_ns)
         now_ns = time.monotonic_ns()
+        self.liveness = self.liveness.excused(own_pause(self.looked_ns, now_ns, self.times))
+        self.looked_ns = now_ns
         for worker, code in self.processes.ended():
             self._note(Exited(worker=worker, at_ns=now_ns, code=code))
-        if self.events.empty():  # judge only with everything heard: the head itself may have been paused
+        if self.events.empty():  # judge only with everything heard
             verdict = self.liveness.verdict(now_ns)
             if verdict is not None:
                 raise self._error(verdict)
@@ -294,6 +297,7 @@ class _Run:
             self._report(worker, message, at_ns)
         elif isinstance(message, Trouble):
             self.failures[worker] = message.kind
+            self._note(Seen(worker=worker, at_ns=at_ns, doing=message.doing))
             kind = Accused if message.accuses else Failed
             self._note(kind(worker=worker, at_ns=at_ns, text=message.text))
         elif isinstance(message, Done):

@@ -18,7 +18,7 @@ from atoll.records import Record
 from atoll.units import format_duration
 
 __all__ = ["Accused", "Broken", "Exited", "Failed", "Finished", "Joined", "Liveness", "LivenessEvent", "Seen", "Timeouts",
-           "Verdict", "head_silent", "timeouts", "where"]
+           "Verdict", "head_silent", "own_pause", "timeouts", "where"]
 
 _SECOND = 10**9
 _SHORTEST_NS = 50_000_000
@@ -154,6 +154,16 @@ class Liveness(Record):
             watch = msgspec.structs.replace(watch, **_change(watch, event))
         return msgspec.structs.replace(self, watches={**self.watches, event.worker: watch})
 
+    def excused(self, pause_ns: int) -> Liveness:
+        """The head itself stood still for ``pause_ns`` (a suspended laptop, a migrated virtual machine): what nobody could
+        say or hear meanwhile counts against nobody."""
+        return msgspec.structs.replace(self, watches={
+            name: msgspec.structs.replace(
+                watch, seen_ns=watch.seen_ns + pause_ns,
+                broken_ns=None if watch.broken_ns is None else watch.broken_ns + pause_ns,
+                accused_ns=None if watch.accused_ns is None else watch.accused_ns + pause_ns)
+            for name, watch in self.watches.items()})
+
     def verdict(self, now_ns: int) -> Verdict | None:
         """The first cause known at ``now_ns``, or None while all is well or not yet clear."""
         running = {name: watch for name, watch in self.watches.items() if not watch.finished}
@@ -179,7 +189,7 @@ class Liveness(Record):
 
 def _change(watch: _Watch, event: LivenessEvent) -> dict[str, object]:
     if isinstance(event, Seen):
-        return {"seen_ns": event.at_ns, "doing": event.doing}
+        return {"seen_ns": max(watch.seen_ns, event.at_ns), "doing": event.doing}
     if isinstance(event, Broken):
         return {"broken_ns": event.at_ns if watch.broken_ns is None else watch.broken_ns}
     if isinstance(event, Exited):
@@ -233,6 +243,13 @@ def _signal_name(number: int) -> str:
         return f"signal {number}, {signal.Signals(number).name}"
     except ValueError:
         return f"signal {number}"
+
+
+def own_pause(looked_ns: int, now_ns: int, times: Timeouts) -> int:
+    """How long a watcher that looks at least every heartbeat must have stood still itself, seeing that it looked last at
+    ``looked_ns``; 0 when it did not."""
+    gap_ns = now_ns - looked_ns
+    return gap_ns if gap_ns > 2 * times.heartbeat_ns else 0
 
 
 def head_silent(heard_ns: int, now_ns: int, times: Timeouts) -> str | None:

@@ -133,59 +133,74 @@ def run_worker(name: str, head_address: str, bundle_path: str | os.PathLike[str]
     """
     stop = Stop()
     member: Member | None = None
+
+    def report(error: Exception) -> None:
+        """In the head's words where it has spoken: it knows the cause."""
+        ending = member.ending if member is not None else ""
+        verb = " stopped" if isinstance(error, StoppedError) else ""
+        say(f"worker {name}{verb}: {ending or error}")
+
     try:
-        bundle = read_bundle(bundle_path)
-        member = Member(name, bundle, head_address or bundle.head_address, stop)
-        _take_part(member, bundle, assemble, stop, home, patience_ns)
-        return 0
-    except StoppedError as error:
-        say(f"worker {name} stopped: {(member.ending if member else '') or error}")
-        return WorkerLostError.exit_code
-    except AtollError as error:
-        say(f"worker {name}: {(member.ending if member else '') or error}")
-        return error.exit_code
+        try:
+            bundle = read_bundle(bundle_path)
+            member = Member(name, bundle, head_address or bundle.head_address, stop)
+        except AtollError as error:
+            report(error)
+            return error.exit_code
+        return _take_part(member, bundle, assemble, stop, home, patience_ns, report)
     finally:
         if member is not None:
             member.close()
 
 
 def _take_part(member: Member, bundle: Bundle, assemble: Assemble, stop: Stop, home: str | os.PathLike[str],
-               patience_ns: int) -> None:
-    boot = boot_mark()
-    incarnation = uuid.uuid4().hex
-    welcome = member.join(Hello(incarnation=incarnation, facts=_facts(boot)), patience_ns)
-    documents = from_plain(welcome.documents, Documents, source="documents of the head")
-    shared = bool(boot) and welcome.boot == boot
-    place = Place(name=member.name, home=documents.run if shared else str(Path(home).absolute()), shared=shared)
-    clock = Clock()
+               patience_ns: int, report: Callable[[Exception], None]) -> int:
+    """Returns the exit code. What went wrong is told to the head and reported before anything is closed: closing may be
+    cut short."""
     current = _Current()
-    member.beat(current.doing)
+    times: Timeouts | None = None
     try:
-        current.crew = crew = assemble(documents, place, bundle, welcome.times, clock, stop, member)
-        start = member.start(Ready(address=crew.links.address, store_port=crew.links.store_port, program=crew.program,
-                                   card=crew.card))
-        clock.origin_ns = start.origin_ns - member.offset_ns
-        _connect(crew, start)
-        for turn in agenda(documents.job, documents.first_step):
-            stop.check()
-            current.turn = turn
-            member.report(crew.run(turn))
-        member.finish()
-    except StoppedError:
-        raise
-    except AtollError as error:
-        member.trouble(error)
-        stop.set(str(error))
-        raise
+        boot = boot_mark()
+        welcome = member.join(Hello(incarnation=uuid.uuid4().hex, facts=_facts(boot)), patience_ns)
+        times = welcome.times
+        documents = from_plain(welcome.documents, Documents, source="documents of the head")
+        shared = bool(boot) and welcome.boot == boot
+        place = Place(name=member.name, home=documents.run if shared else str(Path(home).absolute()), shared=shared)
+        clock = Clock()
+        member.beat(current.doing)
+        current.crew = assemble(documents, place, bundle, times, clock, stop, member)
+        _run(current, documents, member, clock, stop)
+        return 0
+    except StoppedError as error:
+        report(error)
+        return WorkerLostError.exit_code
     except Exception as error:
-        sentence = ProgramError(f"{type(error).__name__}: {error}")
-        traceback.print_exc()
-        member.trouble(sentence)
-        stop.set(str(sentence))
-        raise sentence from error
+        if not isinstance(error, AtollError):
+            traceback.print_exc()
+        known = error if isinstance(error, AtollError) else ProgramError(f"{type(error).__name__}: {error}")
+        if times is not None:
+            member.trouble(known)
+        stop.set(str(known))
+        report(known)
+        return known.exit_code
     finally:
-        if current.crew is not None:
-            _close(current.crew, welcome.times, stop)
+        if current.crew is not None and times is not None:
+            _close(current.crew, times, stop)
+
+
+def _run(current: _Current, documents: Documents, member: Member, clock: Clock, stop: Stop) -> None:
+    """All turns, from the moment everybody is ready until everybody is done."""
+    crew = current.crew
+    assert crew is not None, "assemble first"
+    start = member.start(Ready(address=crew.links.address, store_port=crew.links.store_port, program=crew.program,
+                               card=crew.card))
+    clock.origin_ns = start.origin_ns - member.offset_ns
+    _connect(crew, start)
+    for turn in agenda(documents.job, documents.first_step):
+        stop.check()
+        current.turn = turn
+        member.report(crew.run(turn))
+    member.finish()
 
 
 def _connect(crew: Crew, start: Start) -> None:
