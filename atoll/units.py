@@ -28,7 +28,10 @@ __all__ = [
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _PREFIXES = {**_DECIMAL, **_BINARY}
-_NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*$")
+_NUMBER = re.compile(r"\s*([0-9][0-9_]{0,60}(?:\.[0-9]{1,60})?(?:[eE][+-]?[0-9]{1,3})?)\s*(.*?)\s*$")
+
+_RARE = re.compile(r"[PE]|K(?!i)|.*bps|.*FLOPS|.*flop/s")
+"""Units that are taken but need not be offered: other spellings, and what nobody has."""
 
 
 class Quantity(int):
@@ -48,17 +51,21 @@ class Quantity(int):
         Raises ``ValueError`` with what was found and what is allowed.
         """
         if isinstance(text, bool) or not isinstance(text, int | float | str):
-            raise ValueError(f"found {text!r}, expected a {cls.noun} such as {cls.example!r}")
+            raise ValueError(f"found {'nothing' if text is None else repr(text)}, expected a {cls.noun} such as {cls.example!r}")
         if isinstance(text, int | float):
-            if text < 0 or text != int(text):
+            if not 0 <= text < 2**63 or text != int(text):
                 raise ValueError(f"found {text!r}, expected a {cls.noun} such as {cls.example!r}")
             return cls(int(text))
         match = _NUMBER.match(text)
         suffix = match.group(2) if match else ""
         if match is None or suffix not in cls.units:
-            known = ", ".join(unit for unit in cls.units if unit)
-            raise ValueError(f"found {text!r}, expected a {cls.noun} such as {cls.example!r} (units: {known})")
-        return cls(round(Fraction(match.group(1).replace("_", "")) * cls.units[suffix]))
+            known = ", ".join(unit for unit in cls.units if unit and not _RARE.match(unit))
+            shown = text if len(text) <= 40 else text[:37] + "..."
+            raise ValueError(f"found {shown!r}, expected a {cls.noun} such as {cls.example!r} (units: {known})")
+        value = round(Fraction(match.group(1).replace("_", "")) * cls.units[suffix])
+        if value >= 2**63:
+            raise ValueError(f"found {text!r}, which is more than any {cls.noun} (2^63 in base units)")
+        return cls(value)
 
 
 def _scaled(base: str, prefixes: dict[str, int], factor: Fraction = Fraction(1)) -> dict[str, Fraction]:
