@@ -212,8 +212,9 @@ def parse(text: str | bytes, kind: type[R], *, source: str = "document") -> R:
     """Return the YAML or JSON ``text`` as a record of type ``kind``; errors as in ``from_plain``."""
     import yaml
 
+    base = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # safe: no objects
     try:
-        value = yaml.load(text, Loader=_strict(_reads_floats(getattr(yaml, "CSafeLoader", yaml.SafeLoader))))  # safe: no objects
+        value = yaml.load(text, Loader=_strict(_reads_floats(base)))
     except yaml.reader.ReaderError as error:
         raise DocumentError(f"{source}: found bytes that are no text ({error.reason}), expected YAML or JSON") from None
     except yaml.YAMLError as error:

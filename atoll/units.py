@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Annotated
+
+from msgspec import Meta
 
 __all__ = [
     "Bandwidth",
@@ -16,7 +19,12 @@ __all__ = [
     "Count",
     "Duration",
     "FlopRate",
+    "NotNegative",
+    "Positive",
+    "PositiveRate",
     "Quantity",
+    "Rate",
+    "Share",
     "format_bandwidth",
     "format_bytes",
     "format_count",
@@ -32,6 +40,13 @@ _NUMBER = re.compile(r"\s*([0-9][0-9_]{0,60}(?:\.[0-9]{1,60})?(?:[eE][+-]?[0-9]{
 
 _RARE = re.compile(r"[PE]|K(?!i)|.*bps|.*FLOPS|.*flop/s")
 """Units that are taken but need not be offered: other spellings, and what nobody has."""
+
+Positive = Annotated[int, Meta(ge=1)]
+"""Types of the plain numbers in documents; ``records`` refuses what lies outside."""
+NotNegative = Annotated[int, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0)]
+PositiveRate = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Quantity(int):
@@ -51,7 +66,8 @@ class Quantity(int):
         Raises ``ValueError`` with what was found and what is allowed.
         """
         if isinstance(text, bool) or not isinstance(text, int | float | str):
-            raise ValueError(f"found {'nothing' if text is None else repr(text)}, expected a {cls.noun} such as {cls.example!r}")
+            found = "nothing" if text is None else repr(text)
+            raise ValueError(f"found {found}, expected a {cls.noun} such as {cls.example!r}")
         if isinstance(text, int | float):
             if not 0 <= text < 2**63 or text != int(text):
                 raise ValueError(f"found {text!r}, expected a {cls.noun} such as {cls.example!r}")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from atoll.records import Record
 
-__all__ = ["DataSpec", "TokenizerSpec"]
+__all__ = ["KINDS", "SMALLEST_VOCABULARY", "DataSpec", "TokenizerSpec"]
+
+KINDS = ("byte", "bpe", "path")
+SMALLEST_VOCABULARY = 257
 
 
 class TokenizerSpec(Record):
@@ -23,5 +30,5 @@ class DataSpec(Record):
 
     source: str = "stdlib"
     field: str = "text"
-    validation: float = 0.05
+    validation: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     tokenizer: TokenizerSpec = TokenizerSpec()

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
+from msgspec import Meta
+
+from atoll.errors import DocumentError
 from atoll.records import Record
+from atoll.units import NotNegative, PositiveRate, Rate, Share
 
-__all__ = ["OptimizerSpec", "learning_rate"]
+__all__ = ["RULES", "OptimizerSpec", "learning_rate"]
+
+RULES = ("adamw",)
+_Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerSpec(Record):
@@ -17,13 +25,17 @@ class OptimizerSpec(Record):
     """
 
     rule: str = "adamw"
-    learning_rate: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    warmup_steps: int = 10
-    final_fraction: float = 0.1
-    clip_norm: float = 1.0
+    learning_rate: Rate = 3e-4
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    epsilon: PositiveRate = 1e-8
+    weight_decay: Rate = 0.1
+    warmup_steps: NotNegative = 10
+    final_fraction: Share = 0.1
+    clip_norm: Rate = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise DocumentError(f"job.optimizer.rule: found {self.rule!r}, allowed: {', '.join(RULES)}")
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
