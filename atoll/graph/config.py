@@ -69,6 +69,7 @@ def model_config(spec: ModelSpec) -> tuple[str, dict[str, Any]] | None:
         raise GraphError(f"model.family: {family!r} is not known; known: {', '.join(FAMILIES)}; wrap any other model in an "
                          "nn.Module that returns its loss and name it with model.module")
     known = FAMILIES[family]
+    _check_values(f"model.folder: {spec.folder}", known, fields)
     for name, value in spec.config.items():
         if name not in known and name not in _NO_SHAPE:
             raise GraphError(f"model.config: {family} has no field {name!r}{_near(name, known)}; "
@@ -76,9 +77,41 @@ def model_config(spec: ModelSpec) -> tuple[str, dict[str, Any]] | None:
         if name in _DROPOUTS and value:
             raise GraphError(f"model.config.{name}: found {value}; stages are cut out of one deterministic graph, so "
                              f"dropout cannot be reproduced under every plan; set {name} to 0")
+    _check_values("model.config", known, spec.config)
     merged = {**known, **fields, **spec.config}
     merged.update(dict.fromkeys((name for name in _DROPOUTS if name in known), 0.0))
     return family, _derive(family, merged)
+
+
+def _check_values(where: str, known: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Raise ``GraphError`` for a value that no model can have: the default of a field says of what kind it is."""
+    for name, value in fields.items():
+        default = known.get(name)
+        expected = _expected(name, default, value) if name in known or name in _NUMBERS else None
+        if expected:
+            raise GraphError(f"{where}.{name}: found {repr(value)[:60]}, expected {expected}")
+
+
+_NUMBERS = ("rope_theta", "rotary_pct", "rotary_emb_base")
+_FEW = {"n_layer": 10_000, "num_hidden_layers": 10_000}
+
+
+def _expected(name: str, default: Any, value: Any) -> str:
+    """What ``value`` should have been, or "" when it may stand."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, str):
+        return "" if isinstance(value, str) else f"a name such as {default!r}"
+    if isinstance(default, dict):
+        return "" if isinstance(value, dict) else f"fields such as {', '.join(default)}"
+    if value is None and (default is None or name in _NUMBERS):
+        return ""
+    if isinstance(default, float) or name in _NUMBERS:
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
+        return "" if fine else "a number of at least 0"
+    most = _FEW.get(name, 2**40)
+    fine = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+    return "" if fine else f"a whole number from 1 to {most}" + (", or nothing" if default is None else "")
 
 
 def position_limit(family: str, config: dict[str, Any]) -> int:
@@ -107,6 +140,14 @@ def _folder_config(folder: str) -> tuple[str, dict[str, Any]]:
     return family, {name: value for name, value in fields.items() if name in wanted}
 
 
+def _check_rope(rope: dict[str, Any]) -> None:
+    for name, most in (("rope_theta", 1e12), ("partial_rotary_factor", 1.0), ("factor", 1e6)):
+        value = rope.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            raise GraphError(f"model.config.rope_parameters.{name}: found {repr(value)[:60]}, expected a number above 0 and at "
+                             f"most {most:g}")
+
+
 def _derive(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """Fill in what follows from other fields, and bring the position encoding of older files into one form."""
     if family == "gpt2":
@@ -114,8 +155,11 @@ def _derive(family: str, config: dict[str, Any]) -> dict[str, Any]:
         hidden, heads = config["n_embd"], config["n_head"]
     else:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        rope = {**config["rope_parameters"], **(config.pop("rope_scaling", None) or {})}
-        rope["rope_type"] = rope.pop("type", rope["rope_type"])
+        scaling = config.pop("rope_scaling", None) or {}
+        if not isinstance(scaling, dict):
+            raise GraphError(f"model.config.rope_scaling: found {repr(scaling)[:60]}, expected fields such as rope_type, factor")
+        rope = {**config["rope_parameters"], **scaling}
+        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
         if config.get("rope_theta") is not None:
             rope["rope_theta"] = config["rope_theta"]
         config.pop("rope_theta", None)
@@ -125,6 +169,7 @@ def _derive(family: str, config: dict[str, Any]) -> dict[str, Any]:
                     rope[new] = config[old]
                 config.pop(old, None)
             rope.setdefault("partial_rotary_factor", 0.25)
+        _check_rope(rope)
         config["rope_parameters"] = rope
     if "num_key_value_heads" in config:
         config["num_key_value_heads"] = config["num_key_value_heads"] or heads
