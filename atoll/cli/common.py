@@ -33,7 +33,7 @@ class Output:
     def console(self) -> Console:
         from rich.console import Console
 
-        return Console(stderr=self.as_json, soft_wrap=False, highlight=False)
+        return Console(stderr=self.as_json, soft_wrap=False, highlight=False, emoji=False)
 
     def show(self, *things: Any) -> None:
         if not self.as_json:

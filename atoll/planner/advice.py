@@ -1,18 +1,21 @@
 """Which one change to the cluster would help most: a faster link, a faster device, more memory.
 
 Every change is tried on a copy of the cluster with the fast estimate (before and after by the same estimate), so the gain is
-that of the best plan for the changed cluster, not of today's plan.
+that of the best plan for the changed cluster, not of today's plan. A whole search a change would take too long on a large
+cluster, so arrangements are narrowed down first (see ``advise``).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import msgspec
 
-from atoll.cluster.calibration import Calibration
 from atoll.cluster.catalogue import resolve
-from atoll.cluster.cluster import Cluster
+from atoll.cluster.cluster import Cluster, Device
 from atoll.plan.job import Job
-from atoll.planner.search import draft_candidates
+from atoll.planner.search import draft_candidates, one_of_each
 from atoll.planner.times import Problem
 from atoll.records import Record
 from atoll.units import Bandwidth, Bytes, Duration, format_bandwidth, format_bytes, format_duration
@@ -27,31 +30,39 @@ class Advice(Record):
     gain: float
 
 
-def advise(problem: Problem, job: Job, drafts: int = 400) -> tuple[Advice, ...]:
-    """Changes that help, the best first. Tries doubling each link and uplink, halving each latency, doubling the memory and
-    the speed of each kind of device. Cost: one coarse search a change."""
-    before = _best(problem, job, drafts)
-    if before is None:
+def advise(problem: Problem, job: Job, seconds: float = 4.0, clock: Callable[[], float] = time.monotonic) -> tuple[Advice, ...]:
+    """Changes that help, the best first: doubling each link and uplink, halving each latency, doubling the memory and the
+    speed of each device. A change of links or speeds is tried on the best arrangements of today and the best of every
+    shape; one of memory on all, since it makes new ones possible. Nothing new is tried after ``seconds``.
+    """
+    ends = clock() + seconds
+    drafts, _, _ = draft_candidates(problem, job)
+    if not drafts:
         return ()
-    found = []
+    before = drafts[0].estimate_ns
+    chosen = [*drafts[:_BEST], *one_of_each(drafts[_BEST:], drafts[:_BEST])]
+    known = list(dict.fromkeys(tuple(draft.ranks for draft in candidate.replicas) for candidate in chosen))
     calibrations = tuple(problem.calibrations.values())
-    for change, cluster in _changes(problem.cluster):
-        after = _best(_changed(problem, cluster, calibrations), job, drafts)
-        if after is not None and before / after > 1.01:
-            found.append(Advice(change=change, gain=before / after - 1))
+    found = []
+    for change, cluster, of_memory in _changes(problem.cluster):
+        if clock() > ends:
+            break
+        changed = Problem(problem.graph, cluster, problem.precision, calibrations, problem.memory_share)
+        after, _, _ = draft_candidates(changed, job, among=None if of_memory else known)
+        if after and before / after[0].estimate_ns > 1.01:
+            found.append(Advice(change=change, gain=before / after[0].estimate_ns - 1))
     return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
-def _changed(problem: Problem, cluster: Cluster, calibrations: tuple[Calibration, ...]) -> Problem:
-    return Problem(problem.graph, cluster, problem.precision, calibrations, problem.memory_share)
+_BEST = 40
 
 
-def _best(problem: Problem, job: Job, drafts: int) -> float | None:
-    found, _, _ = draft_candidates(problem, job, limit=drafts)
-    return found[0].estimate_ns if found else None
+def _changes(cluster: Cluster) -> list[tuple[str, Cluster, bool]]:
+    """(sentence, the cluster after it, whether it is one of memory), links first."""
+    return [*((text, changed, False) for text, changed in _of_links(cluster)), *_of_devices(cluster)]
 
 
-def _changes(cluster: Cluster) -> list[tuple[str, Cluster]]:
+def _of_links(cluster: Cluster) -> list[tuple[str, Cluster]]:
     changes: list[tuple[str, Cluster]] = []
     replace = msgspec.structs.replace
     for position, link in enumerate(cluster.links):
@@ -72,21 +83,37 @@ def _changes(cluster: Cluster) -> list[tuple[str, Cluster]]:
         wider_island = replace(island, bandwidth=Bandwidth(2 * island.bandwidth))
         changes.append((f"island {name}: {format_bandwidth(island.bandwidth)} to {format_bandwidth(2 * island.bandwidth)}",
                         replace(cluster, islands={**cluster.islands, name: wider_island})))
-    for machine in cluster.machines:
-        for device in machine.devices:
-            count = f"{device.count} x " if device.count > 1 else ""
-            memory = int(resolve(device).memory or 0)
-            sizes = f"{format_bytes(2 * memory)} instead of {format_bytes(memory)}"
-            changes.append((f"{machine.name}: {count}{device.kind} twice as fast",
-                            _with_device(cluster, machine.name, device, replace(device, speed=2 * device.speed))))
-            changes.append((f"{machine.name}: {count}{device.kind} with {sizes}",
-                            _with_device(cluster, machine.name, device, replace(device, memory=Bytes(2 * memory)))))
     return changes
 
 
-def _with_device(cluster: Cluster, name: str, old: object, new: object) -> Cluster:
+def _of_devices(cluster: Cluster) -> list[tuple[str, Cluster, bool]]:
+    """Machine by machine in a small cluster, kind by kind in a large one; speeds before memories."""
     replace = msgspec.structs.replace
-    machines = tuple(
-        replace(machine, devices=tuple(new if device is old else device for device in machine.devices))  # type: ignore[misc]
-        if machine.name == name else machine for machine in cluster.machines)
-    return replace(cluster, machines=machines)
+    fast: list[tuple[str, Cluster, bool]] = []
+    large: list[tuple[str, Cluster, bool]] = []
+    groups: dict[tuple[str, str], list[Device]] = {}
+    for machine in cluster.machines:
+        for device in machine.devices:
+            where = machine.name if len(cluster.machines) <= _FEW_MACHINES else "every machine"
+            groups.setdefault((where, f"{device.kind} {device.memory} {device.speed}"), []).append(device)
+    for (where, _), devices in groups.items():
+        kind, memory = devices[0].kind, int(resolve(devices[0]).memory or 0)
+        count = sum(device.count for device in devices)
+        name = f"{where}: {f'{count} x ' if count > 1 else ''}{kind}"
+        sizes = f"{format_bytes(2 * memory)} instead of {format_bytes(memory)}"
+        faster = {id(device): replace(device, speed=2 * device.speed) for device in devices}
+        larger = {id(device): replace(device, memory=Bytes(2 * memory)) for device in devices}
+        fast.append((f"{name} twice as fast", _with(cluster, faster), False))
+        large.append((f"{name} with {sizes}", _with(cluster, larger), True))
+    return [*fast, *large]
+
+
+_FEW_MACHINES = 12
+
+
+def _with(cluster: Cluster, changed: dict[int, Device]) -> Cluster:
+    """``changed``: new devices by the identity of those they replace."""
+    replace = msgspec.structs.replace
+    return replace(cluster, machines=tuple(
+        replace(machine, devices=tuple(changed.get(id(device), device) for device in machine.devices))
+        for machine in cluster.machines))

@@ -99,9 +99,23 @@ def _groupings(problem: Problem, workers: tuple[str, ...]) -> Iterator[Arrangeme
         islands = {island: _by_size(problem, members) for island, members in by_island.items()}
         for chain in _chains(problem, tuple(islands)):
             for count in _divisors(len(subset)):
-                yield _spanning(islands, chain, count)
+                yield from _both_ways(problem, _spanning(islands, chain, count))
             for count in range(2, len(islands) + 1):
-                yield _inside(problem, islands, chain, count)
+                yield from _both_ways(problem, _inside(problem, islands, chain, count))
+
+
+def _both_ways(problem: Problem, arrangement: Arrangement) -> Iterator[Arrangement]:
+    """As it is, and with a large device of the last island at the very end: the last stage holds the output head and its
+    logits, which a small device may not."""
+    yield arrangement
+    yield tuple(_large_last(problem, group) for group in arrangement)
+
+
+def _large_last(problem: Problem, group: tuple[str, ...]) -> tuple[str, ...]:
+    island = problem.network.island(group[-1])
+    tail = [worker for worker in group if problem.network.island(worker) == island]
+    largest = max(tail, key=lambda worker: problem.devices[worker].memory_bytes)
+    return (*(worker for worker in group if worker != largest), largest)
 
 
 def _divisors(number: int) -> list[int]:
@@ -116,9 +130,15 @@ def _subsets(problem: Problem, workers: tuple[str, ...]) -> Iterator[tuple[str, 
         if len(kept) >= max(1, len(workers) // 4):
             yield kept
     islands = {problem.network.island(worker) for worker in workers}
+    kinds = {problem.devices[worker] for worker in workers}
     for island in sorted(islands) if len(islands) > 1 else ():
         yield tuple(worker for worker in workers if problem.network.island(worker) != island)
-        yield tuple(worker for worker in workers if problem.network.island(worker) == island)
+        own = tuple(worker for worker in workers if problem.network.island(worker) == island)
+        yield own
+        for kind in sorted(kinds, key=lambda view: view.memory_bytes):
+            kept = tuple(worker for worker in own if problem.devices[worker].memory_bytes > kind.memory_bytes)
+            if kept:
+                yield kept
 
 
 def _chains(problem: Problem, islands: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

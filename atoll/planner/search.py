@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ from atoll.policies.schedules.table import SCHEDULES
 from atoll.records import digest
 from atoll.units import format_bytes
 
-__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "microbatches", "search", "to_plan"]
+__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "microbatches", "one_of_each", "search", "to_plan"]
 
 _BUCKET_BYTES = 25 * 2**20
 _CHUNKS = (1, 2, 3, 4)
@@ -81,7 +81,7 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
         _nearest_miss(problem, job, shortfall)
         raise PlanError(_no_plan(problem, job, shortfall))
     expanded = sorted(_expand(problem, job, drafts[:budget.kept]), key=lambda c: c.estimate_ns)[:budget.simulated]
-    expanded += _expand(problem, job, _one_of_each(drafts[budget.kept:], expanded), own_schedule=True)
+    expanded += _expand(problem, job, one_of_each(drafts[budget.kept:], expanded), own_schedule=True)
     trials: list[Trial] = []
     best: Prediction | None = None
     for candidate in expanded:
@@ -119,14 +119,14 @@ def describe(candidate: Candidate) -> str:
     return text + (", recomputing" if candidate.recompute else "")
 
 
-def draft_candidates(problem: Problem, job: Job, limit: int = 20_000) -> tuple[list[Candidate], int, int]:
-    """All arrangements, microbatch sizes and recomputation choices, partitioned for 1F1B and sorted by estimate.
-
-    Returns (those that fit, how many were tried, how many of these did not fit).
+def draft_candidates(problem: Problem, job: Job, limit: int = 20_000,
+                     among: Iterable[Arrangement] | None = None) -> tuple[list[Candidate], int, int]:
+    """All arrangements (or those of ``among``), microbatch sizes and recomputation choices, partitioned for 1F1B and sorted
+    by estimate. Returns (those that fit, how many were tried, how many of these did not fit).
     """
     found: list[Candidate] = []
     tried = over = 0
-    for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages):
+    for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages) if among is None else among:
         for samples in microbatches(job):
             for recompute in {"auto": (False, True), "always": (True,), "never": (False,)}[job.plan.recompute]:
                 if tried >= limit:
@@ -206,8 +206,8 @@ def _shape(candidate: Candidate) -> tuple[int, ...]:
     return tuple(sorted(len(draft.ranks) for draft in candidate.replicas))
 
 
-def _one_of_each(drafts: list[Candidate], known: list[Candidate]) -> list[Candidate]:
-    """The best draft of every shape that ``known`` lacks: simulated last, so that it can be said why each was refused."""
+def one_of_each(drafts: list[Candidate], known: list[Candidate]) -> list[Candidate]:
+    """The best draft of every shape (workers of each replica) that ``known`` lacks."""
     found: dict[tuple[int, ...], Candidate] = {}
     shapes = {_shape(candidate) for candidate in known}
     for draft in drafts:

@@ -94,11 +94,20 @@ class Crew(Protocol):
     ``program``: digest of the training program. ``card``: mark of the CUDA device it has to itself, else "".
     """
 
-    program: str
-    card: str
-    links: Connected
-    sends_to: Collection[str]
-    receives_from: Collection[str]
+    @property
+    def program(self) -> str: ...
+
+    @property
+    def card(self) -> str: ...
+
+    @property
+    def links(self) -> Connected: ...
+
+    @property
+    def sends_to(self) -> Collection[str]: ...
+
+    @property
+    def receives_from(self) -> Collection[str]: ...
 
     def run(self, turn: Turn) -> Report:
         """Execute one turn. Raises ``StoppedError``, ``WorkerLostError`` or another ``AtollError``."""
