@@ -157,7 +157,8 @@ def _derive(family: str, config: dict[str, Any]) -> dict[str, Any]:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         scaling = config.pop("rope_scaling", None) or {}
         if not isinstance(scaling, dict):
-            raise GraphError(f"model.config.rope_scaling: found {repr(scaling)[:60]}, expected fields such as rope_type, factor")
+            raise GraphError(f"model.config.rope_scaling: found {repr(scaling)[:60]}, expected fields such as rope_type and "
+                             "factor")
         rope = {**config["rope_parameters"], **scaling}
         rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
         if config.get("rope_theta") is not None:

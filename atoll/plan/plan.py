@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.records import Record
+from atoll.units import Positive
 
 __all__ = ["Plan", "ReplicaPlan", "StagePlacement"]
 
@@ -20,7 +21,7 @@ class ReplicaPlan(Record):
     """One copy of the model: its stages in model order, and how many microbatches of each step it takes."""
 
     stages: tuple[StagePlacement, ...]
-    microbatches: int
+    microbatches: Positive
 
 
 class Plan(Record):
@@ -33,9 +34,9 @@ class Plan(Record):
     cluster: str
     graph: str
     schedule: str
-    chunks: int
-    microbatch_samples: int
+    chunks: Positive
+    microbatch_samples: Positive
     replicas: tuple[ReplicaPlan, ...]
-    bucket_bytes: int
+    bucket_bytes: Positive
     collective: str
     native: bool
