@@ -50,8 +50,10 @@ def made_for_others(plan: Plan, job: Job, cluster: object) -> tuple[str, ...]:
     """Sentences for a plan whose job or cluster is not this one: it may still be legal, but was not chosen for it."""
     found = [noun for noun, known, own in (("job", plan.job, digest(job)), ("cluster", plan.cluster, digest(cluster)))
              if known != own]
-    return (f"Beware: the plan was made for another {' and another '.join(found)}; it is run as it is, and a plan made anew may "
-            "be better.",) if found else ()
+    if not found:
+        return ()
+    return (f"Beware: the plan was made for another {' and another '.join(found)}; it is taken as it is, but one made anew may be "
+            "better.",)
 
 
 def _numbers(case: Case) -> Iterator[str]:
@@ -69,7 +71,8 @@ def _numbers(case: Case) -> Iterator[str]:
         if not replica.stages:
             yield f"replicas[{number}].stages: found none, expected at least one"
         if replica.microbatches < 1:
-            yield f"replicas[{number}].microbatches: found {replica.microbatches}, expected at least 1 (or leave the replica out)"
+            yield (f"replicas[{number}].microbatches: found {replica.microbatches}, expected at least 1 (or leave the replica "
+                   "out)")
 
 
 def _graph(case: Case) -> Iterator[str]:
@@ -148,8 +151,9 @@ def _evaluation(case: Case) -> Iterator[str]:
     """What is held out is looked at in whole microbatches."""
     job, samples = case.job, case.plan.microbatch_samples
     if job.data.validation > 0 and job.evaluation.samples % samples:
+        more = -(-job.evaluation.samples // samples) * samples
         yield (f"microbatch_samples: found {samples}, which does not divide the {job.evaluation.samples} sequences of "
-               f"job.evaluation.samples; set that to {-(-job.evaluation.samples // samples) * samples}, or data.validation to 0")
+               f"job.evaluation.samples; set that to {more}, or job.data.validation to 0")
 
 
 def _collective(case: Case) -> Iterator[str]:
@@ -161,8 +165,8 @@ def _compiled(case: Case) -> Iterator[str]:
     schedule = SCHEDULES.get(case.plan.schedule)
     if case.job.compile and schedule is not None and schedule.splits_backward:
         whole = ", ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
-        yield (f"schedule: {case.plan.schedule} splits the backward, which a compiled stage cannot; set job.compile to false or "
-               f"take one of {whole}")
+        yield (f"schedule: {case.plan.schedule} splits the backward, which a compiled stage cannot; set job.compile to false "
+               f"or take one of {whole}")
 
 
 def _ranks(replica: ReplicaPlan) -> tuple[str, ...]:
