@@ -108,15 +108,26 @@ def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, profile
     calibrations: tuple[Calibration, ...] = ()
     if profile:
         started = time.monotonic()
-        calibrations = profile_sizes(job, captured, packed)
+        calibrations = profile_sizes(job, captured, packed, beside=_beside(cluster))
         say(f"profile: {len(captured.graph.operators)} operators timed on this machine for microbatches of "
             f"{', '.join(str(found.samples) for found in calibrations)} in {time.monotonic() - started:.1f} s")
     return Prepared(job=job, cluster=cluster, packed=packed, captured=captured,
                     problem=Problem(captured.graph, cluster, precision, calibrations))
 
 
-def profile_sizes(job: Job, captured: Captured, packed: Packed, seconds: float = 2.0) -> tuple[Calibration, ...]:
-    """Profile this machine's first device for every microbatch size that the planner may try, while time allows."""
+def _beside(cluster: Cluster) -> tuple[float, ...]:
+    """Shares of a core that the other devices of an emulated cluster keep busy while one computes."""
+    if cluster.emulation is None:
+        return ()
+    shares = sorted(device.speed * cluster.emulation.cpu_share for machine in cluster.machines
+                    for device in machine.devices for _ in range(device.count))
+    return tuple(shares[:-1])
+
+
+def profile_sizes(job: Job, captured: Captured, packed: Packed, seconds: float = 2.0,
+                  beside: tuple[float, ...] = ()) -> tuple[Calibration, ...]:
+    """Profile this machine's first device for every microbatch size that the planner may try, while time allows.
+    ``beside``: see ``runtime.profile.profile``."""
     import torch
 
     from atoll.planner.search import microbatches
@@ -128,7 +139,7 @@ def profile_sizes(job: Job, captured: Captured, packed: Packed, seconds: float =
     batches = PackedBatches(packed, seed=job.seed, global_batch=job.global_batch, sequence_length=job.sequence_length)
     try:
         return tuple(profile(captured, PRECISIONS[job.precision], samples, batches.microbatch("train", 0, 0, samples),
-                             torch.device("cpu"), seconds) for samples in microbatches(job))
+                             torch.device("cpu"), seconds, beside) for samples in microbatches(job))
     finally:
         torch.set_num_threads(threads)
 

@@ -19,8 +19,9 @@ class OperatorTimes(Record):
 class Calibration(Record):
     """Measured times by operator name, for one graph, precision and microbatch size, on one kind of device.
 
-    ``update_ns_per_element``: optimizer step; ``reduce_ns_per_byte``: adding two host buffers; ``launch_ns``: fixed cost
-    of an instruction; ``message_ns``: fixed cost of a message beyond bytes and latency.
+    ``update_ns_per_element``: optimizer step; ``reduce_ns_per_byte``: adding host buffers, per byte read;
+    ``vote_ns_per_byte``: the norm of gradients (0: as ``reduce_ns_per_byte``); ``launch_ns``: fixed cost of an instruction.
+    (The fixed cost of a message is the network's: ``cluster.network``.)
     """
 
     device: str
@@ -31,5 +32,5 @@ class Calibration(Record):
     update_ns_per_element: float
     reduce_ns_per_byte: float
     launch_ns: int
-    message_ns: int
+    vote_ns_per_byte: float = 0.0
     copy_ns_per_byte: float = 0.0

@@ -32,6 +32,7 @@ from atoll.runtime.data.tokenizer import load_tokenizer
 from atoll.runtime.driver import LINKS_FILE, plan_workers
 from atoll.runtime.engine import Engine
 from atoll.runtime.handover import pieces, shard_header, write_file
+from atoll.runtime.heap import freeze_objects, keep_heap
 from atoll.runtime.kernels.optimizers import optimizer
 from atoll.runtime.keys import Bundle
 from atoll.runtime.liveness import Timeouts
@@ -146,6 +147,7 @@ def _with_header(header: bytes, chunks):  # type: ignore[no-untyped-def]
 def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts, clock: Clock, stop: Stop,
              member: Member) -> EngineCrew:
     """Build worker ``place.name`` alone. Raises the error of whatever cannot be built here."""
+    keep_heap()
     job, plan, name = documents.job, documents.plan, place.name
     precision, network = PRECISIONS[job.precision], Network(documents.cluster)
     worker, emulation = network.worker(name), documents.cluster.emulation
@@ -169,9 +171,10 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
     folder = Path(place.home) / CHECKPOINTS
     first_held = tuple(parameter for bucket in buckets if bucket.holders[0] == name for parameter in bucket.parameters)
     saver = _Saver(folder, name, first_held, None if place.shared else member)
-    if not documents.resume:
-        _first_weights(shared, captured, job)
     store = ParameterStore(stages, buckets, getattr(torch, precision.master))
+    if not documents.resume:
+        _first_weights(store.masters, captured, job)  # in the master dtype: nothing is rounded before the first step
+        store.publish()
     kernel = optimizer(store, job.optimizer)
     if documents.resume:
         checkpoint = _checkpoint(documents, place, tuple(store.masters), kernel.moments(), member)
@@ -183,7 +186,9 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
         batches=_batches(documents, place, worker.machine), stop=stop, clock=clock, device=device, save=saver,
         pace=None if emulation is None else EmulatedPace.of(worker.device.speed, emulation.cpu_share, clock, stop))
     saver.world = world
-    return EngineCrew(world, programs, links, saver)
+    crew = EngineCrew(world, programs, links, saver)
+    freeze_objects()
+    return crew
 
 
 def _first_weights(parameters: Mapping[str, torch.Tensor], captured: Captured, job: Job) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from atoll.errors import AtollError, InstructionError
 from atoll.policies.optim.spec import learning_rate
-from atoll.program.instructions import COMPUTE, Buffer
+from atoll.program.instructions import COMPUTE, COPY, Buffer
 from atoll.program.program import Program
 from atoll.runtime.prepared import Prepared, prepare
 from atoll.runtime.worker_state import StepResult, StepState, World
@@ -25,6 +25,7 @@ from atoll.trace.span import Span
 __all__ = ["Engine"]
 
 _POLL_S = 0.1
+_PACED = frozenset({COMPUTE, COPY})  # lanes whose work is the device's or its host's, not the link's or the disk's
 _LEAVE_S = 5.0
 
 
@@ -168,15 +169,15 @@ class _Step:
         world, prepared = self.world, self.prepared
         world.stop.check()
         clock, instruction, lane = world.clock, prepared.instructions[index], prepared.lanes[index]
-        paced = world.pace is not None and lane == COMPUTE
+        paced = world.pace is not None and lane in _PACED
         started_cpu = clock.cpu() if paced else 0
         started = clock.now()
         size = prepared.kernels[index](self.state, instruction)
         if lane == COMPUTE:
             if self.synchronize is not None:
                 self.synchronize()
-            if world.pace is not None:
-                world.pace(started, clock.cpu() - started_cpu)
+        if world.pace is not None and paced:
+            world.pace(started, clock.cpu() - started_cpu)
         self.spans[index] = Span(worker=world.name, step=self.step, instruction=index, name=prepared.names[index], lane=lane,
                                  start_ns=started, end_ns=clock.now(), size_bytes=size)
 

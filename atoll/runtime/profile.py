@@ -2,15 +2,19 @@
 
 The model is cut where least lives across and its pieces are run as a chain, forward and then backward, as training does;
 pieces alike share their measurement. A piece's time is shared out among its operators in proportion to their work.
-On a CPU the clock is the CPU time of the thread, the same that paces emulated devices, so that other work on the machine
-does not count. (vTrain, 2024, and Sailor, 2025, profile one layer of a kind in the same spirit.)
+On a CPU the clock is the CPU time of the thread, the same that paces emulated devices, so that waiting for a core does not
+count. What the other cores do does count: cores share caches and memory, and many share their arithmetic in pairs. So
+for an emulated cluster the other devices' share of work is played at the same time. (vTrain, 2024, and Sailor, 2025,
+profile one layer of a kind in the same spirit.)
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,13 +26,12 @@ from atoll.graph.graph import Graph, GraphIndex, Operator
 from atoll.plan.job import Precision
 from atoll.runtime.capture.stage import Captured, build_stage
 from atoll.runtime.capture.weights import initialise
-from atoll.runtime.state import sum_of_squares
+from atoll.runtime.heap import keep_heap
+from atoll.runtime.profile_fixed import FixedCosts
 
 __all__ = ["pieces", "profile"]
 
-LAUNCH_NS = 60_000
-"""What the lane engine adds to an instruction (measured by ``benchmarks/overhead.py``)."""
-MESSAGE_NS = 150_000
+Signature = tuple[object, ...]
 
 
 @dataclass(slots=True)
@@ -58,29 +61,63 @@ def pieces(graph: Graph) -> tuple[int, ...]:
 
 
 def profile(captured: Captured, precision: Precision, samples: int, batch: dict[str, torch.Tensor], device: torch.device,
-            seconds: float = 2.0) -> Calibration:
+            seconds: float = 2.0, beside: Sequence[float] = ()) -> Calibration:
     """Measure one microbatch size. ``batch``: the model's inputs for ``samples``. Takes about ``seconds``.
 
+    ``beside``: shares of a core that emulated devices besides this one keep busy; each is played by a thread meanwhile.
     All weights must fit this device's memory once (without optimizer state).
     """
+    keep_heap()
     clock = _clock(device)
     cuts = pieces(captured.graph)
     chain = [_make(captured, low, high, device, split=False) for low, high in pairwise(cuts)]
-    ends = time.monotonic() + seconds * 0.7
-    rounds = 0
-    while rounds < 3 or (time.monotonic() < ends and rounds < 50):
-        _round(chain, captured.graph, batch, clock, keep=rounds > 0)
-        rounds += 1
-    shares = _split_shares(captured, chain, cuts, batch, device, clock)
+    fixed = FixedCosts([piece.stage for piece in chain], precision.master, device, clock)
+    known = _values(chain, batch)
+    chosen = {_signature(captured.graph, piece.low, piece.high): piece for piece in reversed(chain)}
+    with _played(captured, [(piece.low, piece.high) for piece in chosen.values()], known, device, beside):
+        ends = time.monotonic() + seconds * 0.7
+        rounds = 0
+        while rounds < 4 or (time.monotonic() < ends and rounds < 50):
+            _round(chain, captured.graph, batch, clock, keep=rounds > 0)
+            fixed.measure()
+            rounds += 1
+        halves = {signature: _halves(captured, piece, known, device, clock) for signature, piece in chosen.items()}
     operators: dict[str, OperatorTimes] = {}
     timed = _shared_times(captured.graph, chain)
     for piece in chain:
-        forward, backward = timed[_signature(captured.graph, piece.low, piece.high)]
-        share = shares.get(_signature(captured.graph, piece.low, piece.high), 0.5)
-        operators.update(_share_out(captured.graph.operators[piece.low:piece.high], forward, backward, share))
+        signature = _signature(captured.graph, piece.low, piece.high)
+        operators.update(_share_out(captured.graph.operators[piece.low:piece.high], *timed[signature], *halves[signature]))
     return Calibration(device=device.type, graph=captured.graph.name, precision=precision.compute, samples=samples,
-                       operators=operators, update_ns_per_element=_update_cost(precision, device, clock),
-                       reduce_ns_per_byte=_reduce_cost(precision, clock), launch_ns=LAUNCH_NS, message_ns=MESSAGE_NS)
+                       operators=operators, update_ns_per_element=fixed.update_ns_per_element,
+                       reduce_ns_per_byte=fixed.reduce_ns_per_byte, vote_ns_per_byte=fixed.vote_ns_per_byte,
+                       launch_ns=fixed.launch_ns)
+
+
+@contextmanager
+def _played(captured: Captured, chosen: Sequence[tuple[int, int]], known: dict[str, torch.Tensor], device: torch.device,
+            shares: Sequence[float]) -> Iterator[None]:
+    """Meanwhile a thread for each of ``shares`` runs one piece of each sort, forward and backward, with pauses, so that it
+    keeps that much of a core busy."""
+    stop = threading.Event()
+
+    def play(share: float) -> None:
+        own = [_make(captured, low, high, device, split=False) for low, high in chosen]
+        while not stop.is_set():
+            started, cpu = time.monotonic_ns(), time.thread_time_ns()
+            for piece in own:
+                _timed_backward(piece, known, time.thread_time_ns, split=False)
+            due = started + (time.thread_time_ns() - cpu) / share
+            stop.wait(max(0.0, due - time.monotonic_ns()) / 1e9)
+
+    threads = [threading.Thread(target=play, args=(share,), daemon=True) for share in shares]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def _clock(device: torch.device) -> Callable[[], int]:
@@ -101,6 +138,15 @@ def _make(captured: Captured, low: int, high: int, device: torch.device, split: 
     return _Piece(low=low, high=high, stage=stage, outputs={}, forward_ns=[], backward_ns=[])
 
 
+def _values(chain: Sequence[_Piece], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every tensor that a piece reads or writes."""
+    known = dict(batch)
+    for piece in chain:
+        with torch.no_grad():
+            known.update(piece.stage(_inputs(piece, known)))
+    return known
+
+
 def _inputs(piece: _Piece, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leaves for the piece's inputs, as if they had come over a link."""
     return {name: known[name].detach().requires_grad_(known[name].is_floating_point()) for name in piece.stage.inputs}
@@ -110,8 +156,8 @@ def _round(chain: Sequence[_Piece], graph: Graph, batch: dict[str, torch.Tensor]
     known = dict(batch)
     leaves: list[dict[str, torch.Tensor]] = []
     for piece in chain:
-        inputs = _inputs(piece, known)
         started = clock()
+        inputs = _inputs(piece, known)
         piece.outputs = piece.stage(inputs)
         ended = clock()
         if keep:
@@ -132,15 +178,15 @@ def _round(chain: Sequence[_Piece], graph: Graph, batch: dict[str, torch.Tensor]
         piece.outputs = {}
 
 
-def _signature(graph: Graph, low: int, high: int) -> tuple[object, ...]:
+def _signature(graph: Graph, low: int, high: int) -> Signature:
     shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
     return tuple((o.kind, o.forward_flops, o.backward_weight_flops, o.saved_bytes, o.written_bytes,
                   tuple(shapes[name] for name in o.parameters)) for o in graph.operators[low:high])
 
 
-def _shared_times(graph: Graph, chain: Sequence[_Piece]) -> dict[tuple[object, ...], tuple[float, float]]:
+def _shared_times(graph: Graph, chain: Sequence[_Piece]) -> dict[Signature, tuple[float, float]]:
     """Median over rounds, then mean over the pieces of one signature."""
-    found: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    found: dict[Signature, list[tuple[float, float]]] = {}
     for piece in chain:
         found.setdefault(_signature(graph, piece.low, piece.high), []).append(
             (statistics.median(piece.forward_ns), statistics.median(piece.backward_ns)))
@@ -148,38 +194,40 @@ def _shared_times(graph: Graph, chain: Sequence[_Piece]) -> dict[tuple[object, .
             for signature, times in found.items()}
 
 
-def _split_shares(captured: Captured, chain: Sequence[_Piece], cuts: tuple[int, ...], batch: dict[str, torch.Tensor],
-                  device: torch.device, clock: Callable[[], int]) -> dict[tuple[object, ...], float]:
-    """Per signature the fraction of the backward that is its input half, measured on one piece of each."""
-    chosen: dict[tuple[object, ...], tuple[int, int]] = {}
-    for low, high in pairwise(cuts):
-        chosen.setdefault(_signature(captured.graph, low, high), (low, high))
-    known = dict(batch)
-    for piece in chain:
-        known.update({name: value.detach() for name, value in piece.stage(_inputs(piece, known)).items()})
-    shares = {}
-    for signature, (low, high) in chosen.items():
-        piece = _make(captured, low, high, device, split=True)
-        fractions = []
-        for attempt in range(4):
-            inputs = _inputs(piece, known)
-            outputs = piece.stage(inputs)
-            taken = [name for name, value in outputs.items() if value.requires_grad]
-            grads = [torch.ones_like(outputs[name]) for name in taken]
-            deferred = piece.stage.start_deferring()
-            started = clock()
-            torch.autograd.backward([outputs[name] for name in taken], grads)
-            middle = clock()
-            piece.stage.run_deferred(deferred)
-            ended = clock()
-            piece.stage.stop_deferring()
-            if attempt:
-                fractions.append((middle - started) / max(1, ended - started))
-        shares[signature] = statistics.median(fractions)
-    return shares
+def _halves(captured: Captured, whole: _Piece, known: dict[str, torch.Tensor], device: torch.device,
+            clock: Callable[[], int]) -> tuple[float, float]:
+    """The input half and the weight half of a split backward as fractions of the whole one, measured in turn. (The two add
+    up to a little more than one: what is put off is kept.)"""
+    split = _make(captured, whole.low, whole.high, device, split=True)
+    first, second = [], []
+    for attempt in range(5):
+        (both,) = _timed_backward(whole, known, clock, split=False)
+        one, other = _timed_backward(split, known, clock, split=True)
+        if attempt:
+            first.append(one / max(1, both))
+            second.append(other / max(1, both))
+    return statistics.median(first), statistics.median(second)
 
 
-def _share_out(operators: Sequence[Operator], forward: float, backward: float, input_share: float) -> dict[str, OperatorTimes]:
+def _timed_backward(piece: _Piece, known: dict[str, torch.Tensor], clock: Callable[[], int], *, split: bool) -> tuple[int, ...]:
+    """Times of the whole backward, or of its two halves."""
+    outputs = piece.stage(_inputs(piece, known))
+    taken = [name for name, value in outputs.items() if value.requires_grad]
+    grads = [torch.ones_like(outputs[name]) for name in taken]
+    deferred = piece.stage.start_deferring() if split else []
+    started = clock()
+    torch.autograd.backward([outputs[name] for name in taken], grads)
+    middle = clock()
+    if not split:
+        return (middle - started,)
+    piece.stage.run_deferred(deferred)
+    ended = clock()
+    piece.stage.stop_deferring()
+    return middle - started, ended - middle
+
+
+def _share_out(operators: Sequence[Operator], forward: float, backward: float, input_half: float,
+               weight_half: float) -> dict[str, OperatorTimes]:
     """Split a piece's times over its operators by work: FLOPs, and eight FLOPs' worth for each byte moved."""
     weights = [operator.forward_flops + 8 * (operator.read_bytes + operator.written_bytes) + 1 for operator in operators]
     total = sum(weights)
@@ -188,32 +236,5 @@ def _share_out(operators: Sequence[Operator], forward: float, backward: float, i
         part = weight / total
         result[operator.name] = OperatorTimes(
             forward_ns=round(forward * part), backward_ns=round(backward * part),
-            backward_input_ns=round(backward * part * input_share),
-            backward_weight_ns=round(backward * part * (1 - input_share)))
+            backward_input_ns=round(backward * part * input_half), backward_weight_ns=round(backward * part * weight_half))
     return result
-
-
-def _update_cost(precision: Precision, device: torch.device, clock: Callable[[], int]) -> float:
-    """ns per element of an AdamW step with its share of the gradient norm."""
-    elements = 1 << 20
-    parameter = torch.zeros(elements, dtype=getattr(torch, precision.master), device=device, requires_grad=True)
-    gradient = parameter.grad = torch.ones_like(parameter)
-    rule = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    times = []
-    for _ in range(5):
-        started = clock()
-        sum_of_squares(gradient)
-        rule.step()
-        times.append(clock() - started)
-    return statistics.median(times) / elements
-
-
-def _reduce_cost(precision: Precision, clock: Callable[[], int]) -> float:
-    size = 1 << 20
-    left, right = (torch.ones(size, dtype=getattr(torch, precision.master)) for _ in range(2))
-    times = []
-    for _ in range(5):
-        started = clock()
-        left.add_(right)
-        times.append(clock() - started)
-    return statistics.median(times) / (size * left.element_size())

@@ -182,7 +182,8 @@ class PlanCosts:
             held = {buffer[1] for buffer in instruction.evidence if buffer[0] in ("gradient", "reduced")}
             share = len(instruction.counted) / len(held) if held else 0.0
             read = share * part.elements * master
-            return round(read * measured.reduce_ns_per_byte / view.speed if measured else read / bytes_per_ns)
+            rate = (measured.vote_ns_per_byte or measured.reduce_ns_per_byte) / view.speed if measured else 1 / bytes_per_ns
+            return round(read * rate)
         if isinstance(instruction, Load):
             return round(instruction.size_bytes / bytes_per_ns)
         if isinstance(instruction, Save):
