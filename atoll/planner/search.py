@@ -15,6 +15,7 @@ from itertools import pairwise
 from atoll.errors import PlanError
 from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
+from atoll.plan.rules import check_plan
 from atoll.planner.arrangements import Arrangement, arrangements
 from atoll.planner.estimate import Candidate, ReplicaDraft, estimate, interval_ns
 from atoll.planner.partition import partition
@@ -28,6 +29,9 @@ __all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "micro
 
 _BUCKET_BYTES = 25 * 2**20
 _CHUNKS = (1, 2, 3, 4)
+_SIZES = (1, 2, 4, 8, 16, 32)
+_MOST_MICROBATCHES = 4096
+"""Of a step: more take longer to simulate than a search may last, and no pipeline gains from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
     """Return the best plan for ``job``. Raises ``PlanError`` when none fits: by how much, and the nearest change that would."""
     budget = budget or Budget()
     started = clock()
+    _refuse_wishes(problem, job)
     shortfall = _Shortfall()
     drafts, drafted, over = draft_candidates(problem, job, budget.drafts)
     if not drafts:
@@ -100,7 +105,31 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
             best = prediction
     if best is None:
         raise PlanError(_no_plan(problem, job, shortfall))
+    check_plan(best.plan, job, problem.graph, problem.network.workers)
     return Decision(prediction=best, trials=tuple(trials), drafted=drafted, over_memory=over, seconds=clock() - started)
+
+
+def _refuse_wishes(problem: Problem, job: Job) -> None:
+    """Raise ``PlanError`` for wishes of the job that no plan can meet."""
+    wishes, workers = job.plan, len(problem.network.workers)
+    size = wishes.microbatch
+    if size is not None and job.global_batch % size:
+        raise PlanError(f"job.plan.microbatch: found {size}, which does not divide job.global_batch ({job.global_batch}); "
+                        "change one of them")
+    if size is not None and job.data.validation > 0 and job.evaluation.samples % size:
+        raise PlanError(f"job.plan.microbatch: found {size}, which does not divide job.evaluation.samples "
+                        f"({job.evaluation.samples}); set that to a multiple of {size}, or job.data.validation to 0")
+    needed = (wishes.replicas or 1) * (wishes.stages or 1)
+    if needed > workers:
+        raise PlanError(f"job.plan: {wishes.replicas or 1} replicas of {wishes.stages or 1} stages take {needed} workers, and "
+                        f"the cluster has {workers}; ask for fewer or add machines")
+    if job.compile and wishes.schedule is not None and SCHEDULES[wishes.schedule].splits_backward:
+        raise PlanError(f"job.plan.schedule: {wishes.schedule} splits the backward, which a compiled stage cannot; set "
+                        "job.compile to false or choose another schedule")
+    if job.global_batch // max(microbatches(job)) > _MOST_MICROBATCHES:
+        raise PlanError(f"job.global_batch: found {job.global_batch}, which is {job.global_batch // max(microbatches(job))} "
+                        f"microbatches of {max(microbatches(job))} a step, and more than {_MOST_MICROBATCHES} are not planned; "
+                        "lower it or ask for larger ones with job.plan.microbatch")
 
 
 def _misfit(problem: Problem, prediction: Prediction) -> tuple[str, float] | None:
@@ -144,14 +173,16 @@ def draft_candidates(problem: Problem, job: Job, limit: int = 20_000,
 
 
 def microbatches(job: Job) -> list[int]:
+    """Sizes worth trying: the one asked for, or the small powers of two that divide the global batch and what is evaluated."""
     if job.plan.microbatch is not None:
         return [job.plan.microbatch]
-    return [size for size in range(1, job.global_batch + 1) if job.global_batch % size == 0 and size & (size - 1) == 0][:6]
+    held_out = job.evaluation.samples if job.data.validation > 0 else 0
+    return [size for size in _SIZES if job.global_batch % size == 0 and held_out % size == 0]
 
 
 def _draft(problem: Problem, job: Job, arrangement: Arrangement, samples: int, recompute: bool) -> Candidate | None:
     total = job.global_batch // samples
-    if total < len(arrangement) or job.global_batch % samples:
+    if not len(arrangement) <= total <= _MOST_MICROBATCHES or job.global_batch % samples:
         return None
     state = problem.element_sums[-1] * problem.state_bytes
     if any(sum(problem.memory_bytes(worker) for worker in ranks) < state for ranks in arrangement):
@@ -226,6 +257,8 @@ def _expand(problem: Problem, job: Job, drafts: list[Candidate], *,
         single = all(len(replica.ranks) == 1 for replica in draft.replicas)
         for name in SCHEDULES:
             if job.plan.schedule is not None and name != job.plan.schedule:
+                continue
+            if job.compile and SCHEDULES[name].splits_backward:
                 continue
             if single and name not in ("1f1b", "breadth-first") and job.plan.schedule is None:
                 continue  # on one worker the order hardly matters; chunks only serve to overlap the sum of gradients
