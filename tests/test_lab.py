@@ -221,6 +221,7 @@ def test_a_machine_keeps_to_its_share_and_its_memory() -> None:
     spin = ("import time\nstart = time.monotonic()\nwhile time.monotonic() - start < 0.6: pass\n"
             "print(time.process_time() / (time.monotonic() - start))")
     with Lab(parse()) as lab:
+        assert [machine.devices[0].speed for machine in lab.addressed().machines] == [0.2, 0.5, 0.5], "shares of a core"
         slow = lab.run("a1", [sys.executable, "-S", "-c", spin], stdout=subprocess.PIPE, text=True)
         assert float(slow.communicate(timeout=60)[0]) <= 0.2 * 1.15, "cores = speed 0.4 x cpu_share 0.5"
         grow = "x = bytearray(600 << 20); x[::4096] = bytes(len(x) // 4096); print(len(x))"
@@ -280,6 +281,7 @@ def test_unknown_names_are_refused_with_near_ones() -> None:
         document = lab.addressed(7711)
         assert document.emulation is None, "the lab is the emulation; nobody slows itself down once more"
         assert [machine.address for machine in document.machines] == ["10.77.0.2:7711", "10.77.0.3:7711", "10.77.0.4:7711"]
+        assert document.emulation is None and all(machine.devices[0].speed == 1.0 for machine in document.machines)
 
 
 @needs_lab

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atoll.runtime.capture.stage import Captured
     from atoll.runtime.data.packed import Packed
 
-__all__ = ["Prepared", "choose_folder", "fit_model", "head_machine", "prepare_run", "profile_sizes"]
+__all__ = ["Prepared", "can_profile", "choose_folder", "fit_model", "head_machine", "prepare_run", "profile_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,9 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, profile: bool,
-                say: Callable[[str], None]) -> Prepared:
-    """Tokenize, capture, profile. ``base``: what relative paths of the job count from."""
+def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: str, say: Callable[[str], None]) -> Prepared:
+    """Tokenize, capture, profile this machine (``head``) where that tells about the others too. ``base``: what relative
+    paths of the job count from."""
     from atoll.graph.config import model_config
     from atoll.runtime.capture.stage import capture
     from atoll.runtime.data.packed import prepare
@@ -106,13 +106,20 @@ def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, profile
     precision = PRECISIONS[job.precision]
     captured = capture(job.model, job.sequence_length, 1, precision.compute)
     calibrations: tuple[Calibration, ...] = ()
-    if profile:
+    if can_profile(cluster):
         started = time.monotonic()
-        calibrations = profile_sizes(job, captured, packed, beside=_beside(cluster))
+        calibrations = profile_sizes(job, captured, packed, cluster, head)
         say(f"profile: {len(captured.graph.operators)} operators timed on this machine for microbatches of "
             f"{', '.join(str(found.samples) for found in calibrations)} in {time.monotonic() - started:.1f} s")
     return Prepared(job=job, cluster=cluster, packed=packed, captured=captured,
                     problem=Problem(captured.graph, cluster, precision, calibrations))
+
+
+def can_profile(cluster: Cluster) -> bool:
+    """Whether what is measured on this machine holds for all devices: they are of one kind and differ in speed alone."""
+    kinds = {msgspec.structs.replace(device, speed=1.0, count=1, memory=None)
+             for machine in cluster.machines for device in machine.devices}
+    return len(kinds) == 1
 
 
 def _beside(cluster: Cluster) -> tuple[float, ...]:
@@ -124,22 +131,26 @@ def _beside(cluster: Cluster) -> tuple[float, ...]:
     return tuple(shares[:-1])
 
 
-def profile_sizes(job: Job, captured: Captured, packed: Packed, seconds: float = 2.0,
-                  beside: tuple[float, ...] = ()) -> tuple[Calibration, ...]:
-    """Profile this machine's first device for every microbatch size that the planner may try, while time allows.
-    ``beside``: see ``runtime.profile.profile``."""
+def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster, head: str,
+                  seconds: float = 2.0) -> tuple[Calibration, ...]:
+    """Profile the first device of machine ``head``, which this is, for every microbatch size that the planner may try."""
     import torch
 
+    from atoll.cluster.network import Network
     from atoll.planner.search import microbatches
+    from atoll.runtime.assembly import device_of, limit_threads
     from atoll.runtime.data.packed import PackedBatches
     from atoll.runtime.profile import profile
 
+    network = Network(cluster)
+    worker = next(worker for worker in network.workers.values() if worker.machine == head)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    limit_threads(cluster, worker.device)
     batches = PackedBatches(packed, seed=job.seed, global_batch=job.global_batch, sequence_length=job.sequence_length)
     try:
         return tuple(profile(captured, PRECISIONS[job.precision], samples, batches.microbatch("train", 0, 0, samples),
-                             torch.device("cpu"), seconds, beside) for samples in microbatches(job))
+                             device_of(network, worker.name), seconds, beside=_beside(cluster),
+                             speed=None if cluster.emulation else worker.device.speed) for samples in microbatches(job))
     finally:
         torch.set_num_threads(threads)
 

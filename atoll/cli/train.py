@@ -49,9 +49,8 @@ def train(
     output.heading("Cluster")
     output.show(text.cluster_table(machines))
     output.heading("Job")
-    local = machines.emulation is not None or len(machines.machines) == 1
     check_writable(folder)
-    prepared = prepare_run(wanted, machines, folder, job.absolute().parent, profile=local,
+    prepared = prepare_run(wanted, machines, folder, job.absolute().parent, head=head,
                            say=lambda line: output.show(f"  {line}"))
     prediction, sentences = _decide(prepared, plan, seconds)
     output.heading("Plan")

@@ -141,11 +141,17 @@ class Lab:
         return self.layout.addresses[machine]
 
     def addressed(self, port: int = 7700) -> Cluster:
-        """The cluster as its machines should see it inside: each with its address and ``port``, and no longer emulated:
-        speeds and links are the lab's doing, so processes must not slow themselves down once more."""
-        machines = tuple(msgspec.structs.replace(machine, address=f"{self.address(machine.name)}:{port}")
-                         for machine in self.cluster.machines)
-        return msgspec.structs.replace(self.cluster, machines=machines, emulation=None)
+        """The cluster as its machines should see it inside: nothing emulated, every machine with its address and ``port``, and
+        a device of an emulated cluster as the share of a core that it is held to (without limits: a whole core)."""
+        emulation = self.cluster.emulation
+        machines = []
+        for machine in self.cluster.machines:
+            devices = machine.devices
+            if emulation is not None:
+                devices = tuple(msgspec.structs.replace(
+                    device, speed=device.speed * emulation.cpu_share if self.limited else 1.0) for device in devices)
+            machines.append(msgspec.structs.replace(machine, address=f"{self.address(machine.name)}:{port}", devices=devices))
+        return msgspec.structs.replace(self.cluster, machines=tuple(machines), emulation=None)
 
     def run(self, machine: str, argv: Sequence[str], env: Mapping[str, str] | None = None,
             **options: Any) -> subprocess.Popen[Any]:

@@ -13,8 +13,12 @@ from atoll.errors import LabError
 
 __all__ = ["PERIOD_US", "cores", "drop", "groups", "make", "members", "memory_bytes", "remnants"]
 
-PERIOD_US = 10_000
-"""Scheduling period: short, so that a slow device is slow within a microbatch and not in turns of a tenth of a second."""
+PERIOD_US = 4_000
+"""Scheduling period: as short as the kernel's own tick, so that a slow device is slow within an instruction. Who was idle
+may use the quota of a whole period at once; with the usual 100 ms a half-speed device would do the first 50 ms of work at
+full speed after every wait."""
+
+_LEAST_US = 1_000  # the kernel grants no smaller quota; smaller shares get a longer period
 
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -85,12 +89,14 @@ def _limit(directory: Path, controller: str, limit: float) -> None:
     if second_version:
         (_ROOT / "cgroup.subtree_control").write_text(f"+{controller}")
     directory.mkdir(exist_ok=True)
-    quota = max(1000, round(limit * PERIOD_US))
-    if controller == "cpu" and second_version:
-        (directory / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-    elif controller == "cpu":
-        (directory / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (directory / "cpu.cfs_quota_us").write_text(str(quota))
+    if controller == "cpu":
+        period = max(PERIOD_US, round(_LEAST_US / limit))
+        quota = max(_LEAST_US, round(limit * period))
+        if second_version:
+            (directory / "cpu.max").write_text(f"{quota} {period}")
+        else:
+            (directory / "cpu.cfs_period_us").write_text(str(period))
+            (directory / "cpu.cfs_quota_us").write_text(str(quota))
     else:
         (directory / ("memory.max" if second_version else "memory.limit_in_bytes")).write_text(str(int(limit)))
 

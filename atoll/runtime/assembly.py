@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from atoll.cluster.cluster import Cluster, Device
 from atoll.cluster.network import Network
 from atoll.errors import ProgramError, WorkplaceError
 from atoll.graph.graph import Graph
@@ -43,7 +44,7 @@ from atoll.runtime.worker import Documents, Place, Turn
 from atoll.runtime.worker_state import World
 from atoll.runtime.world import Stop
 
-__all__ = ["DataNote", "EngineCrew", "assemble", "device_of", "programs_of"]
+__all__ = ["DataNote", "EngineCrew", "assemble", "device_of", "limit_threads", "programs_of"]
 
 
 class DataNote(Record):
@@ -84,6 +85,12 @@ def device_of(network: Network, worker: str) -> torch.device:
                              "the cluster (atoll probe writes it)")
     kind = torch.accelerator.current_accelerator()
     return torch.device(kind.type if kind is not None else "cpu", number)
+
+
+def limit_threads(cluster: Cluster, device: Device) -> None:
+    """A device that is one core, or emulated, computes on one thread."""
+    if cluster.emulation is not None or device.kind.lower() == "cpu-core":
+        torch.set_num_threads(1)
 
 
 class EngineCrew:
@@ -152,8 +159,7 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
     precision, network = PRECISIONS[job.precision], Network(documents.cluster)
     worker, emulation = network.worker(name), documents.cluster.emulation
     device = device_of(network, name)
-    if emulation is not None or worker.device.kind.lower() == "cpu-core":
-        torch.set_num_threads(1)
+    limit_threads(documents.cluster, worker.device)
     captured = capture(job.model, job.sequence_length, plan.microbatch_samples, precision.compute)
     programs = programs_of(job, plan, captured.graph, network)
     train = programs["train"]

@@ -173,9 +173,8 @@ class _Step:
         started_cpu = clock.cpu() if paced else 0
         started = clock.now()
         size = prepared.kernels[index](self.state, instruction)
-        if lane == COMPUTE:
-            if self.synchronize is not None:
-                self.synchronize()
+        if lane == COMPUTE and self.synchronize is not None:
+            self.synchronize()
         if world.pace is not None and paced:
             world.pace(started, clock.cpu() - started_cpu)
         self.spans[index] = Span(worker=world.name, step=self.step, instruction=index, name=prepared.names[index], lane=lane,

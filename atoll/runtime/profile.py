@@ -2,10 +2,11 @@
 
 The model is cut where least lives across and its pieces are run as a chain, forward and then backward, as training does;
 pieces alike share their measurement. A piece's time is shared out among its operators in proportion to their work.
-On a CPU the clock is the CPU time of the thread, the same that paces emulated devices, so that waiting for a core does not
-count. What the other cores do does count: cores share caches and memory, and many share their arithmetic in pairs. So
-for an emulated cluster the other devices' share of work is played at the same time. (vTrain, 2024, and Sailor, 2025,
-profile one layer of a kind in the same spirit.)
+On a CPU core the clock is the CPU time of the thread, the same that paces emulated devices, so that waiting for a core does
+not count. What the other cores do does count: cores share caches and memory, and many share their arithmetic in pairs. So
+for an emulated cluster the other devices' share of work is played at the same time. A real device is charged with all
+the time that passes: a core that it gets half of is half as fast. (vTrain, 2024, and Sailor, 2025, profile one layer of a
+kind in the same spirit.)
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ def pieces(graph: Graph) -> tuple[int, ...]:
 
 
 def profile(captured: Captured, precision: Precision, samples: int, batch: dict[str, torch.Tensor], device: torch.device,
-            seconds: float = 2.0, beside: Sequence[float] = ()) -> Calibration:
+            seconds: float = 2.0, *, beside: Sequence[float] = (), speed: float | None = None) -> Calibration:
     """Measure one microbatch size. ``batch``: the model's inputs for ``samples``. Takes about ``seconds``.
 
     ``beside``: shares of a core that emulated devices besides this one keep busy; each is played by a thread meanwhile.
+    ``speed``: that the cluster says this device has; what is returned is for speed 1.0. None: the device is emulated, and
+    one core of this computer has speed 1.0.
     All weights must fit this device's memory once (without optimizer state).
     """
     keep_heap()
@@ -77,20 +80,24 @@ def profile(captured: Captured, precision: Precision, samples: int, batch: dict[
     with _played(captured, [(piece.low, piece.high) for piece in chosen.values()], known, device, beside):
         ends = time.monotonic() + seconds * 0.7
         rounds = 0
+        began = time.perf_counter_ns(), clock()
         while rounds < 4 or (time.monotonic() < ends and rounds < 50):
             _round(chain, captured.graph, batch, clock, keep=rounds > 0)
             fixed.measure()
             rounds += 1
+        passed, worked = time.perf_counter_ns() - began[0], clock() - began[1]
         halves = {signature: _halves(captured, piece, known, device, clock) for signature, piece in chosen.items()}
+    scale = 1.0 if speed is None else speed * passed / max(1, worked)
     operators: dict[str, OperatorTimes] = {}
     timed = _shared_times(captured.graph, chain)
     for piece in chain:
         signature = _signature(captured.graph, piece.low, piece.high)
-        operators.update(_share_out(captured.graph.operators[piece.low:piece.high], *timed[signature], *halves[signature]))
+        forward, backward = (scale * measured for measured in timed[signature])
+        operators.update(_share_out(captured.graph.operators[piece.low:piece.high], forward, backward, *halves[signature]))
     return Calibration(device=device.type, graph=captured.graph.name, precision=precision.compute, samples=samples,
-                       operators=operators, update_ns_per_element=fixed.update_ns_per_element,
-                       reduce_ns_per_byte=fixed.reduce_ns_per_byte, vote_ns_per_byte=fixed.vote_ns_per_byte,
-                       launch_ns=fixed.launch_ns)
+                       operators=operators, update_ns_per_element=scale * fixed.update_ns_per_element,
+                       reduce_ns_per_byte=scale * fixed.reduce_ns_per_byte,
+                       vote_ns_per_byte=scale * fixed.vote_ns_per_byte, launch_ns=round(scale * fixed.launch_ns))
 
 
 @contextmanager
@@ -122,7 +129,7 @@ def _played(captured: Captured, chosen: Sequence[tuple[int, int]], known: dict[s
 
 def _clock(device: torch.device) -> Callable[[], int]:
     if device.type == "cpu":
-        return time.thread_time_ns
+        return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     synchronise = getattr(torch, device.type).synchronize
 
     def wall() -> int:
