@@ -1,15 +1,18 @@
 """Inside an island: ``torch.distributed`` (Gloo; NCCL for sums between CUDA devices), never across islands.
 
 A process group is made only over the workers that meet in it, on the interface that routes to them; nothing is made
-global. Every message is a fixed block (its header) and then the raw tensors. The library's calls cannot be interrupted,
-so each runs on a thread of its own and the lane waits beside it, looking at the stop flag; a peer's messages are taken
-off the link as they come, as on the wire, so a Send never waits until the peer's program reaches its Receive.
+global. Every message is a fixed block (its header, and the payload if it fits) and then the raw tensors. A call of the
+library cannot be interrupted, so each runs on a thread of its own and the lane waits beside it, looking at the stop flag;
+a peer's messages are taken off the link as they come, as on the wire, so a Send never waits until the peer's program
+reaches its Receive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,7 @@ from atoll.runtime.transport.frames import (
     Message,
     RefusedError,
     allocate,
+    byte_view,
     decode_header,
     encode_header,
     header_of,
@@ -35,8 +39,9 @@ from atoll.units import format_duration
 
 __all__ = ["Native", "address_towards"]
 
-_BLOCK_BYTES = 512
+_BLOCK_BYTES = 2048
 _PREFIX_BYTES = 8  # length of the header; 0: goodbye
+_UNUSED_TAG = 9
 _SLICE_S = 0.05
 _FOREVER = datetime.timedelta(days=30)  # the library must not judge who is dead: that is the head's task
 
@@ -183,8 +188,11 @@ class Native:
                                   f"broke: one of them is gone ({_first_line(error)})") from None
 
     def close(self) -> None:
-        """Say goodbye to every peer and wait for theirs; after a stop nothing is waited for."""
-        if self._stop.event.is_set() or not self._pumps:
+        """Say goodbye to every peer and wait for theirs; after a stop the connections are cut instead."""
+        if not self._pumps:
+            return
+        if self._stop.event.is_set():
+            self._cut()
             return
         farewell = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         for peer in self._peers:
@@ -192,10 +200,23 @@ class Native:
                 self._callers[peer].call(lambda peer=peer: self._post(peer, farewell), self._stop)  # type: ignore[misc]
             except RuntimeError:
                 continue
+        self._leave(self._timeout.total_seconds())
+
+    def _cut(self) -> None:
+        """Gloo gives up all connections of a group when one wait in it runs out of time: that frees whoever sits in it."""
+        for group in (self._all, *(group for key, group in self._groups.items() if key[0] == "gloo")):
+            other = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
+        self._leave(1.0)
+
+    def _leave(self, timeout_s: float) -> None:
         for caller in self._callers.values():
             caller.finish()
         for pump in self._pumps:
-            pump.join(self._timeout.total_seconds())
+            pump.join(timeout_s)
+        for caller in self._callers.values():
+            caller.thread.join(timeout_s)
         self._pumps = []
 
     # -- on the library's threads --------------------------------------------------------------------------------------
@@ -207,11 +228,17 @@ class Native:
         self._all.recv([tensor], self.members.index(peer), 0).wait()
 
     def _put(self, peer: str, header: Header, tensors: Sequence[torch.Tensor]) -> None:
-        for block in _blocks(header):
-            self._post(peer, block)
-        for tensor in tensors:
-            if tensor.numel():
-                self._post(peer, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        encoded = encode_header(header)
+        start = len(encoded).to_bytes(_PREFIX_BYTES, "little") + encoded
+        flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if _fits(len(encoded), header):
+            self._post(peer, _block(b"".join((start, *(memoryview(tensor.numpy()) for tensor in flat)))))
+            return
+        self._post(peer, _block(start[:_BLOCK_BYTES]))
+        if len(start) > _BLOCK_BYTES:
+            self._post(peer, torch.frombuffer(bytearray(start[_BLOCK_BYTES:]), dtype=torch.uint8))
+        for tensor in flat:
+            self._post(peer, tensor)
 
     def _pump(self, peer: str) -> None:
         inlet = self._inlets[peer]
@@ -239,8 +266,12 @@ class Native:
             data += rest.numpy().tobytes()
         header = decode_header(data[_PREFIX_BYTES:_PREFIX_BYTES + length], self._limit)
         tensors = allocate(header)
+        at = _PREFIX_BYTES + length
         for tensor in tensors:
-            if tensor.numel():
+            if tensor.numel() and _fits(length, header):
+                byte_view(tensor)[:] = data[at:at + tensor.nbytes]
+                at += tensor.nbytes
+            elif tensor.numel():
                 self._fetch(peer, tensor.view(-1).view(torch.uint8))
         return Message(header=header, tensors=tensors)
 
@@ -257,14 +288,18 @@ class Native:
             tensor.copy_(on_host)
 
 
-def _blocks(header: Header) -> list[torch.Tensor]:
-    """The header as one block of fixed size, and a second one when it is longer than that."""
-    encoded = encode_header(header)
-    data = len(encoded).to_bytes(_PREFIX_BYTES, "little") + encoded
-    first = torch.frombuffer(bytearray(data[:_BLOCK_BYTES].ljust(_BLOCK_BYTES, b"\0")), dtype=torch.uint8)
-    rest = data[_BLOCK_BYTES:]
-    return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]
+def _fits(header_bytes: int, header: Header) -> bool:
+    """Whether a whole message goes into one block: then it is one hand-over instead of one for each tensor besides."""
+    return _PREFIX_BYTES + header_bytes + header.payload_bytes <= _BLOCK_BYTES
+
+
+def _block(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(_BLOCK_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """The library's text without its source lines and jokes."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    if "closed by peer" in text or "pair closure" in text:
+        return "closed by the other side"
+    return re.sub(r"^\[[^\]]*\]\s*", "", text)[:200]
