@@ -201,7 +201,7 @@ def test_options_nobody_wrote_down_are_left_to_capture() -> None:
 
 
 @pytest.mark.parametrize(("spec", "words"), [
-    (ModelSpec(preset="llama-3-9b"), ["llama-3-9b", "did you mean 'llama-3-8b'", "gpt2-small"]),
+    (ModelSpec(preset="llama-3-9b"), ["llama-3-9b", "did you mean 'llama-3-8b'", "llama-3-70b", "more"]),
     (ModelSpec(family="mamba"), ["mamba", *FAMILIES, "model.module"]),
     (ModelSpec(family="llama", config={"hiden_size": 8}), ["hiden_size", "did you mean 'hidden_size'"]),
     (ModelSpec(preset="gpt2-small", config={"resid_pdrop": 0.1}), ["resid_pdrop", "0.1", "set resid_pdrop to 0"]),

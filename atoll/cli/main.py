@@ -1,14 +1,22 @@
-"""``atoll``: one verb a file. Errors of Atoll are one sentence and an exit code; anything else is a bug and shows its trace."""
+"""``atoll``: one verb a file. Errors of Atoll are one sentence and an exit code; anything else is a bug and shows its trace.
+
+Exit codes: 0 done, 1 failed, 2 a wrong document, option, model or corpus, 3 no plan, 4 no such checkpoint, 5 this machine lacks
+something (disk, port, right), 6 a worker was lost, 130 interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
+from typing import Any
 
 import typer
 
 from atoll.cli import generate, lab, plan, probe, report, simulate, train
 from atoll.cli.common import complain
-from atoll.errors import AtollError
+from atoll.errors import AtollError, DocumentError, WorkplaceError
 
 __all__ = ["app", "main"]
 
@@ -29,17 +37,71 @@ app.command("doctor")(probe.doctor)
 
 def main() -> None:
     """Entry point of the console script."""
-    as_json = "--json" in sys.argv
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    arguments = sys.argv[1:] or ["--help"]
+    code = _run(arguments)
     try:
-        app()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read along (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    as_json = "--json" in arguments
+    try:
+        return _number(app(arguments, standalone_mode=False))
     except AtollError as error:
         complain(error, as_json)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
         print("atoll: interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(141)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        known = _of_this_machine(error)
+        if known is None:
+            raise
+        complain(known, as_json)
+        return known.exit_code
+    except Exception as error:
+        usage = _of_the_command_line(error)
+        if usage is None:
+            raise
+        complain(usage, as_json)
+        return usage.exit_code
+
+
+def _number(code: Any) -> int:
+    return code if isinstance(code, int) else 0
+
+
+_OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+
+
+def _of_this_machine(error: OSError) -> WorkplaceError | None:
+    """What the disk or its owner refused, as a sentence; None for anything that would be a bug."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        where = f" ({error.filename})" if error.filename else ""
+        return WorkplaceError(f"the disk is full{where}: free space there, or name a folder on another disk")
+    if error.errno in _OF_THE_PLACE and error.filename:
+        return WorkplaceError(f"{error.filename}: {error.strerror}; name another place, or change its rights")
+    return None
+
+
+def _of_the_command_line(error: Exception) -> DocumentError | None:
+    """A usage error of the option parser (which packs its own copy of click): what is wrong and where help is."""
+    message = getattr(error, "format_message", None)
+    if message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    verb = getattr(context, "command_path", "atoll")
+    return DocumentError(f"{message().rstrip('.')}; {verb} --help shows what there is")
 
 
 if __name__ == "__main__":

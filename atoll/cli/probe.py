@@ -79,16 +79,18 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example:  atoll doctor
     """
+    from rich.text import Text
+
     from atoll.lab.lab import obstacle
     from atoll.records import to_plain
     from atoll.runtime.doctor import examine
 
     output = Output(as_json)
     findings = examine(lab=obstacle)
-    marks = {"good": "[green]good[/green]   ", "hint": "[yellow]hint[/yellow]   ", "problem": "[red]problem[/red]"}
+    colours = {"good": "green", "hint": "yellow", "problem": "red"}
     for finding in findings:
-        output.show(f"{marks[finding.level]} [bold]{finding.what}[/bold]: {finding.found}"
-                    + (f" - {finding.remedy}" if finding.remedy else ""))
+        output.show(Text.assemble((f"{finding.level:<8}", colours[finding.level]), (finding.what, "bold"), f": {finding.found}",
+                                  f" - {finding.remedy}" if finding.remedy else ""))
     output.finish({"findings": to_plain(findings), "ready": all(finding.level != "problem" for finding in findings)})
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(5)

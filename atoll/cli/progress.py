@@ -56,7 +56,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if not self.output.as_json:
-            self.bar.console.print(f"  {text}")
+            self.bar.console.print(f"  {text}", markup=False)
 
     def _step(self, event: StepEnded) -> None:
         rate = event.tokens / event.duration_ns * 1e9 if event.duration_ns else 0.0

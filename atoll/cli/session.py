@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -13,16 +16,18 @@ import msgspec
 
 from atoll.cluster.calibration import Calibration
 from atoll.cluster.cluster import Cluster
-from atoll.errors import DocumentError, WorkplaceError
+from atoll.errors import CheckpointError, DataError, DocumentError, GraphError, WorkplaceError
 from atoll.graph.graph import Graph
 from atoll.plan.job import PRECISIONS, Job
 from atoll.planner.times import Problem
 
 if TYPE_CHECKING:
+    from atoll.plan.plan import Plan
     from atoll.runtime.capture.stage import Captured
     from atoll.runtime.data.packed import Packed
 
-__all__ = ["Prepared", "can_profile", "choose_folder", "fit_model", "head_machine", "prepare_run", "profile_sizes"]
+__all__ = ["Prepared", "can_profile", "check_folder", "choose_folder", "first_look", "head_machine", "prepare_run",
+           "profile_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +57,61 @@ def choose_folder(name: str, given: Path | None) -> Path:
     return folder
 
 
-def fit_model(job: Job, vocabulary: int) -> Job:
-    """Give a model without a vocabulary of its own that of the tokenizer. Presets and folders keep theirs."""
-    model = job.model
-    if model.family is None or "vocab_size" in model.config:
-        return job
-    return msgspec.structs.replace(job, model=msgspec.structs.replace(
-        model, config={**model.config, "vocab_size": vocabulary}))
+def check_folder(folder: Path, resume: bool) -> None:
+    """Before anything is computed: raise ``DocumentError`` when the run's folder holds something else, ``CheckpointError`` when
+    there is nothing to resume from, ``WorkplaceError`` when it cannot be written. Leaves nothing behind."""
+    if resume:
+        from atoll.runtime.checkpoint.store import steps
+        from atoll.runtime.checkpoint.trained import CHECKPOINTS
+
+        if not steps(folder / CHECKPOINTS):
+            raise CheckpointError(f"--resume: there is no checkpoint in {folder}; name the folder of a run that saved one "
+                                  "(job.checkpoint.every), or train without --resume")
+    elif (folder / "metrics.jsonl").exists():
+        raise DocumentError(f"--run: {folder} holds a run already; go on with it (--resume) or name another folder")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise DocumentError(f"--run: {folder} holds other things already; name a new folder")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise WorkplaceError(f"--run: the folder {folder} cannot be written: {error.strerror}; name another one") from None
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def first_look(job: Job, cluster: Cluster, plan: Path | None) -> tuple[Plan | None, tuple[str, ...]]:
+    """Whether the job can be planned at all, before data is read and anything is written: the given plan with what there is
+    to say about it, or None. Raises ``PlanError``, ``GraphError`` and so on."""
+    from atoll.cli.common import load_plan
+    from atoll.cli.plan import graph_of
+    from atoll.graph.config import model_config
+    from atoll.planner.problem import likely_vocabulary, problem_of, with_vocabulary
+    from atoll.planner.search import refuse_impossible
+
+    likely = with_vocabulary(job)
+    graph = graph_of(likely)
+    strange = [tensor.name for tensor in graph.inputs if tensor.name not in ("tokens", "targets")]
+    if strange:
+        raise GraphError(f"model.module: {job.model.module} asks for {', '.join(strange)}; the data set supplies tokens and "
+                         "targets")
+    if job.sample is not None and job.model.module is not None:
+        from atoll.runtime.generate import check_sampling
+
+        check_sampling(job.model)
+    resolved, vocabulary = model_config(likely.model), likely_vocabulary(job)
+    if resolved is not None and vocabulary is not None and vocabulary > int(resolved[1]["vocab_size"]):
+        raise DataError(f"data.tokenizer: it will have {vocabulary} tokens, but the model has {resolved[1]['vocab_size']} "
+                        f"embeddings; set the model's vocab_size to at least {vocabulary} or use a smaller vocabulary")
+    problem = problem_of(likely, cluster, graph=graph)
+    if plan is not None:
+        return load_plan(plan, problem, likely)
+    refuse_impossible(problem, likely)
+    return None, ()
 
 
 def head_machine(cluster: Cluster, wanted: str | None) -> str:
@@ -88,15 +141,18 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: str, say: Callable[[str], None]) -> Prepared:
+def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: str, say: Callable[[str], None],
+                samples: tuple[int, ...] = ()) -> Prepared:
     """Tokenize, capture, profile this machine (``head``) where that tells about the others too. ``base``: what relative
-    paths of the job count from."""
+    paths of the job count from. ``samples``: the sizes of microbatches to profile (none: those the planner may try)."""
     from atoll.graph.config import model_config
+    from atoll.planner.problem import with_vocabulary
+    from atoll.planner.search import microbatches
     from atoll.runtime.capture.stage import capture
     from atoll.runtime.data.packed import prepare
 
     packed = prepare(job.data, job.sequence_length, folder.absolute().parent / ".cache", base=base)
-    job = fit_model(job, packed.tokenizer.size)
+    job = with_vocabulary(job, packed.tokenizer.size)
     resolved = model_config(job.model)
     if resolved is not None:
         packed.tokenizer.check_vocabulary(int(resolved[1]["vocab_size"]))
@@ -108,7 +164,7 @@ def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: s
     calibrations: tuple[Calibration, ...] = ()
     if can_profile(cluster):
         started = time.monotonic()
-        calibrations = profile_sizes(job, captured, packed, cluster, head)
+        calibrations = profile_sizes(job, captured, packed, cluster, head, samples or tuple(microbatches(job)))
         say(f"profile: {len(captured.graph.operators)} operators timed on this machine for microbatches of "
             f"{', '.join(str(found.samples) for found in calibrations)} in {time.monotonic() - started:.1f} s")
     return Prepared(job=job, cluster=cluster, packed=packed, captured=captured,
@@ -117,9 +173,9 @@ def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: s
 
 def can_profile(cluster: Cluster) -> bool:
     """Whether what is measured on this machine holds for all devices: they are of one kind and differ in speed alone."""
-    kinds = {msgspec.structs.replace(device, speed=1.0, count=1, memory=None)
-             for machine in cluster.machines for device in machine.devices}
-    return len(kinds) == 1
+    kinds = [msgspec.structs.replace(device, speed=1.0, count=1, memory=None)
+             for machine in cluster.machines for device in machine.devices]
+    return all(kind == kinds[0] for kind in kinds)
 
 
 def _beside(cluster: Cluster) -> tuple[float, ...]:
@@ -131,13 +187,12 @@ def _beside(cluster: Cluster) -> tuple[float, ...]:
     return tuple(shares[:-1])
 
 
-def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster, head: str,
+def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster, head: str, sizes: tuple[int, ...],
                   seconds: float = 2.0) -> tuple[Calibration, ...]:
-    """Profile the first device of machine ``head``, which this is, for every microbatch size that the planner may try."""
+    """Profile the first device of machine ``head``, which this is, for microbatches of each of ``sizes``."""
     import torch
 
     from atoll.cluster.network import Network
-    from atoll.planner.search import microbatches
     from atoll.runtime.assembly import device_of, limit_threads
     from atoll.runtime.data.packed import PackedBatches
     from atoll.runtime.profile import profile
@@ -150,14 +205,6 @@ def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster
     try:
         return tuple(profile(captured, PRECISIONS[job.precision], samples, batches.microbatch("train", 0, 0, samples),
                              device_of(network, worker.name), seconds, beside=_beside(cluster),
-                             speed=None if cluster.emulation else worker.device.speed) for samples in microbatches(job))
+                             speed=None if cluster.emulation else worker.device.speed) for samples in sizes)
     finally:
         torch.set_num_threads(threads)
-
-
-def check_writable(folder: Path) -> None:
-    """Raise ``WorkplaceError`` before anything is computed when the run's folder cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WorkplaceError(f"the run's folder {folder} cannot be made: {error.strerror}; choose another with --run") from None

@@ -11,8 +11,10 @@ from atoll.cli.common import JsonOption, Output, load_documents
 
 if TYPE_CHECKING:
     from atoll.cli.session import Prepared
+    from atoll.plan.job import Job
     from atoll.plan.plan import Plan
     from atoll.planner.predict import Prediction
+    from atoll.runtime.checkpoint.store import Checkpoint
     from atoll.runtime.driver import RunResult
 
 __all__ = ["train", "worker"]
@@ -25,7 +27,7 @@ def train(
     run: Annotated[Path | None, typer.Option("--run", help="Folder of the run (default: runs/NAME).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --run.")] = False,
     machine: Annotated[str | None, typer.Option(help="Which machine of the cluster this is.")] = None,
-    seconds: Annotated[float, typer.Option(help="How long to search for a plan.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="How long to search for a plan.", min=0)] = 4.0,
     as_json: JsonOption = False,
 ) -> None:
     """Train: plan, predict, run, lay the prediction over what happened, write the report.
@@ -34,7 +36,7 @@ def train(
 
     Example:  atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
     """
-    from atoll.cli.session import check_writable, choose_folder, head_machine, prepare_run
+    from atoll.cli.session import check_folder, choose_folder, first_look, head_machine, prepare_run
     from atoll.errors import DocumentError
     from atoll.report import text
 
@@ -44,35 +46,40 @@ def train(
         raise DocumentError("--resume: name the run to go on with: --run runs/NAME")
     head = head_machine(machines, machine)
     folder = choose_folder(wanted.name, run)
-    if not resume and (folder / "metrics.jsonl").exists():
-        raise DocumentError(f"--run: {folder} holds a run already; go on with it (--resume) or name another folder")
+    check_folder(folder, resume)
+    given, notes = first_look(wanted, machines, plan)
     output.heading("Cluster")
     output.show(text.cluster_table(machines))
     output.heading("Job")
-    check_writable(folder)
+    from atoll.runtime.launch import find_checkpoint  # torch, late: a wrong document is refused at once
+
     prepared = prepare_run(wanted, machines, folder, job.absolute().parent, head=head,
-                           say=lambda line: output.show(f"  {line}"))
-    prediction, sentences = _decide(prepared, plan, seconds)
+                           say=lambda line: output.sentences([line]),
+                           samples=() if given is None else (given.microbatch_samples,))
+    checkpoint = find_checkpoint(folder, prepared.job, prepared.packed) if resume else None
+    prediction, sentences = _decide(prepared, given, notes, seconds)
     output.heading("Plan")
     output.sentences(sentences)
     output.heading("Prediction")
     output.show(text.prediction_table(prediction.summary))
     _keep(folder, prepared, prediction, sentences)
-    result = _run(output, prepared, prediction.plan, folder, head, resume, job.absolute().parent)
+    result = _run(output, prepared, prediction.plan, folder, head, checkpoint, job.absolute().parent)
     _afterwards(output, folder, prepared, result)
 
 
-def _decide(prepared: Prepared, path: Path | None, seconds: float) -> tuple[Prediction, tuple[str, ...]]:
-    from atoll.plan.plan import Plan
+def _decide(prepared: Prepared, given: Plan | None, notes: tuple[str, ...],
+            seconds: float) -> tuple[Prediction, tuple[str, ...]]:
+    from atoll.errors import PlanError
     from atoll.planner.advice import advise
-    from atoll.planner.explain import explain, explain_plan
+    from atoll.planner.explain import explain, explain_plan, overfull
     from atoll.planner.predict import predict
     from atoll.planner.search import Budget, search
-    from atoll.records import load
 
-    if path is not None:
-        prediction = predict(prepared.problem, load(path, Plan), steps=3)
-        return prediction, (f"The plan is given by {path}.", *explain_plan(prepared.problem, prediction))
+    if given is not None:
+        prediction = predict(prepared.problem, given, steps=3)
+        for sentence in overfull(prepared.problem, prediction):
+            raise PlanError(f"--plan: it does not fit: {sentence.rstrip('.')}")
+        return prediction, (*notes, *explain_plan(prepared.problem, prediction, chosen=False))
     decision = search(prepared.problem, prepared.job, Budget(seconds=seconds))
     return (predict(prepared.problem, decision.prediction.plan, steps=3),
             explain(prepared.problem, decision, advise(prepared.problem, prepared.job)))
@@ -95,15 +102,14 @@ def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: t
     write_trace(folder / "predicted.trace.jsonl", prediction.simulation.trace())
 
 
-def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, resume: bool, base: Path) -> RunResult:
+def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, checkpoint: Checkpoint | None,
+         base: Path) -> RunResult:
     from atoll.cli.progress import Progress
-    from atoll.runtime.launch import find_checkpoint, launch
+    from atoll.runtime.launch import launch
 
     output.heading("Run")
-    checkpoint = find_checkpoint(folder, prepared.job, prepared.packed) if resume else None
     if checkpoint is not None:
-        output.sentences(checkpoint.notes)
-        output.show(f"  going on after step {checkpoint.facts.step} of {prepared.job.total_steps}")
+        output.sentences([*checkpoint.notes, f"going on after step {checkpoint.facts.step} of {prepared.job.total_steps}"])
     with Progress(output, prepared.job) as progress:
         return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
                       on_event=progress.note, resume=checkpoint, base=base)
@@ -119,17 +125,26 @@ def _afterwards(output: Output, folder: Path, prepared: Prepared, result: RunRes
     comparison = compare(read_trace(folder / "predicted.trace.jsonl"), read_trace(folder / "trace.jsonl"))
     output.heading("Measured beside predicted")
     output.show(text.comparison_table(comparison))
-    sample = None
-    if prepared.job.sample is not None and result.saved >= 0:
-        from atoll.runtime.generate import generate
-
-        sample = generate(folder, prepared.job.sample, tokens=120, seed=prepared.job.seed)
-        output.heading("Sample of the trained model")
-        output.show_text(sample)
+    sample = _sample(output, folder, prepared.job) if prepared.job.sample is not None and result.saved >= 0 else None
     paths = write_report(folder)
     output.heading("Report")
-    output.show(f"  {paths.html}", f"  timeline {paths.timeline_png}", f"  for ui.perfetto.dev {paths.perfetto_json}")
+    output.show_text(f"  {paths.html}\n  timeline {paths.timeline_png}\n  for ui.perfetto.dev {paths.perfetto_json}")
     output.finish(_as_plain(folder, result, comparison, sample, paths))
+
+
+def _sample(output: Output, folder: Path, job: Job) -> str | None:
+    """The prompt of the job continued; what stands in the way is said, and the report still comes."""
+    from atoll.errors import AtollError
+    from atoll.runtime.generate import generate
+
+    output.heading("Sample of the trained model")
+    try:
+        text = generate(folder, job.sample or "", tokens=120, seed=job.seed)
+    except AtollError as error:
+        output.sentences([str(error)])
+        return None
+    output.show_text(text)
+    return text
 
 
 def _as_plain(folder: Path, result: RunResult, comparison: Any, sample: str | None, paths: Any) -> dict[str, Any]:

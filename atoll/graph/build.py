@@ -8,7 +8,7 @@ from atoll.graph.families import BUILDERS
 from atoll.graph.graph import DTYPE_BYTES, Graph
 from atoll.graph.spec import ModelSpec
 
-__all__ = ["build_graph", "model_name"]
+__all__ = ["build_graph", "check_positions", "model_name"]
 
 
 def model_name(spec: ModelSpec) -> str:
@@ -24,12 +24,20 @@ def build_graph(spec: ModelSpec, sequence_length: int, compute_dtype: str) -> Gr
     """
     if compute_dtype not in DTYPE_BYTES:
         raise GraphError(f"graph: compute dtype {compute_dtype!r} is not known; use float32, bfloat16 or float64")
+    check_positions(spec, sequence_length)
     resolved = model_config(spec)
     if resolved is None:
         return None
     family, config = resolved
-    limit = position_limit(family, config)
+    return BUILDERS[family](model_name(spec), config, sequence_length, compute_dtype)
+
+
+def check_positions(spec: ModelSpec, sequence_length: int) -> None:
+    """Raise ``GraphError`` when the model is not known or has fewer positions than ``sequence_length``."""
+    resolved = model_config(spec)
+    if resolved is None:
+        return
+    limit = position_limit(*resolved)
     if not 1 <= sequence_length <= limit:
         raise GraphError(f"job.sequence_length: {sequence_length} is not within the {limit} positions of {model_name(spec)}; "
                          "shorten it or raise the model's positions")
-    return BUILDERS[family](model_name(spec), config, sequence_length, compute_dtype)

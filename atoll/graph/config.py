@@ -58,8 +58,9 @@ def model_config(spec: ModelSpec) -> tuple[str, dict[str, Any]] | None:
         return None
     if spec.preset is not None:
         if spec.preset not in PRESETS:
-            raise GraphError(f"model.preset: there is no {spec.preset!r}{_near(spec.preset, PRESETS)}; "
-                             f"known: {', '.join(PRESETS)}; or name a family with its config")
+            likely = difflib.get_close_matches(spec.preset, PRESETS, n=12, cutoff=0.0)
+            raise GraphError(f"model.preset: there is no {spec.preset!r}{_near(spec.preset, PRESETS)}; known: "
+                             f"{', '.join(likely)} and {len(PRESETS) - len(likely)} more; or name a family with its config")
         family, fields = PRESETS[spec.preset]
     elif spec.folder is not None:
         family, fields = _folder_config(spec.folder)

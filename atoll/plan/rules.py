@@ -19,7 +19,10 @@ from atoll.policies.collectives.table import COLLECTIVES
 from atoll.policies.schedules.table import SCHEDULES
 from atoll.records import digest
 
-__all__ = ["RULES", "Case", "check_plan", "made_for_others"]
+__all__ = ["MOST_MICROBATCHES", "RULES", "Case", "check_plan", "made_for_others"]
+
+MOST_MICROBATCHES = 4096
+"""Of a step: more take longer to simulate than anybody waits, and no pipeline gains from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ def made_for_others(plan: Plan, job: Job, cluster: object) -> tuple[str, ...]:
              if known != own]
     if not found:
         return ()
-    return (f"Beware: the plan was made for another {' and another '.join(found)}; it is taken as it is, but one made anew may be "
-            "better.",)
+    return (f"Beware: the plan was made for another {' and another '.join(found)}; it is taken as it is, but one made anew "
+            "may be better.",)
 
 
 def _numbers(case: Case) -> Iterator[str]:
@@ -127,11 +130,11 @@ def _placement(case: Case) -> Iterator[str]:
         return
     for number, replica in enumerate(plan.replicas):
         ranks = _ranks(replica)
-        wanted = SCHEDULES[plan.schedule].placement(len(ranks), plan.chunks)
-        if len(wanted) != len(replica.stages):
+        if len(replica.stages) != len(ranks) * plan.chunks:
             yield (f"replicas[{number}].stages: found {len(replica.stages)} on {len(ranks)} workers; {plan.schedule} with "
-                   f"chunks {plan.chunks} has {len(wanted)}")
+                   f"chunks {plan.chunks} has {len(ranks) * plan.chunks}")
             continue
+        wanted = SCHEDULES[plan.schedule].placement(len(ranks), plan.chunks)
         for stage, (placed, rank) in enumerate(zip(replica.stages, wanted, strict=True)):
             if placed.worker != ranks[rank]:
                 yield (f"replicas[{number}].stages[{stage}].worker: found {placed.worker!r}; {plan.schedule} with chunks "
@@ -139,9 +142,11 @@ def _placement(case: Case) -> Iterator[str]:
 
 
 def _batch(case: Case) -> Iterator[str]:
-    """The microbatches of all replicas are the job's global batch."""
+    """The microbatches of all replicas are the job's global batch, and not too many."""
     plan = case.plan
     count = sum(replica.microbatches for replica in plan.replicas)
+    if count > MOST_MICROBATCHES:
+        yield f"{count} microbatches a step are more than the {MOST_MICROBATCHES} that can be handled; make them larger"
     if count * plan.microbatch_samples != case.job.global_batch:
         yield (f"{count} microbatches of {plan.microbatch_samples} are {count * plan.microbatch_samples} sequences a step, and "
                f"job.global_batch is {case.job.global_batch}; change microbatches or microbatch_samples")
@@ -180,5 +185,5 @@ def _near(name: str, known: Collection[str] | Mapping[str, object]) -> str:
     return f"{hint}known: {', '.join(names[:12])}" + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-RULES: tuple[Rule, ...] = (_numbers, _graph, _operators, _workers, _schedule, _placement, _batch, _evaluation, _collective,
+RULES: tuple[Rule, ...] = (_numbers, _graph, _operators, _workers, _batch, _schedule, _placement, _evaluation, _collective,
                            _compiled)

@@ -10,7 +10,7 @@ from atoll.planner.times import Problem
 from atoll.simulator.summary import IDLE_SHARE
 from atoll.units import format_bytes, format_count, format_duration
 
-__all__ = ["explain", "explain_bill", "explain_plan"]
+__all__ = ["explain", "explain_bill", "explain_plan", "overfull"]
 
 
 def explain(problem: Problem, decision: Decision, advice: tuple[Advice, ...] = ()) -> tuple[str, ...]:
@@ -19,8 +19,20 @@ def explain(problem: Problem, decision: Decision, advice: tuple[Advice, ...] = (
     return (*explain_plan(problem, prediction), *_limits(problem, prediction), *_refused(decision), *_advice(advice))
 
 
-def explain_plan(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
-    """What runs where."""
+def overfull(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
+    """A sentence for every worker that the plan would need more memory of than it has."""
+    lines = []
+    for worker, peak in prediction.simulation.peaks.items():
+        held = problem.devices[worker].memory_bytes
+        if peak.total_bytes > held:
+            lines.append(f"{worker} would need {format_bytes(peak.total_bytes)} and has {format_bytes(held)}: it lacks "
+                         f"{format_bytes(peak.total_bytes - held)}; give it fewer operators or smaller microbatches, or "
+                         "let it recompute.")
+    return tuple(lines)
+
+
+def explain_plan(problem: Problem, prediction: Prediction, *, chosen: bool = True) -> tuple[str, ...]:
+    """What runs where. ``chosen``: by the planner (else it was given)."""
     plan = prediction.plan
     lines = []
     used = {stage.worker for replica in plan.replicas for stage in replica.stages}
@@ -36,8 +48,9 @@ def explain_plan(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
                      f"{f' with {plan.chunks} stages a worker' if plan.chunks > 1 else ''}: {parts}.")
     idle = [worker for worker in problem.network.workers if worker not in used]
     if idle:
-        lines.append(f"Left out, because every plan that was tried with them is slower or does not fit: {', '.join(idle)}.")
-    if any(stage.recompute for replica in plan.replicas for stage in replica.stages):
+        why = ", because every plan that was tried with them is slower or does not fit" if chosen else ""
+        lines.append(f"Left out{why}: {', '.join(idle)}.")
+    if chosen and any(stage.recompute for replica in plan.replicas for stage in replica.stages):
         lines.append("Stages recompute their forward pass in the backward: without that their activations do not fit.")
     return tuple(lines)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from atoll.cluster.calibration import Calibration
 from atoll.cluster.cluster import Cluster
 from atoll.errors import DocumentError, GraphError
-from atoll.graph.build import build_graph
+from atoll.graph.build import build_graph, model_name
 from atoll.graph.config import model_config, position_limit
 from atoll.graph.graph import Graph
 from atoll.graph.spec import ModelSpec
 from atoll.plan.job import PRECISIONS, Job
 from atoll.planner.times import Problem
+from atoll.policies.data.spec import SMALLEST_VOCABULARY
 
-__all__ = ["longest_sequence", "named_model", "problem_of"]
+__all__ = ["likely_vocabulary", "longest_sequence", "named_model", "problem_of", "with_vocabulary"]
 
 
 def problem_of(job: Job, cluster: Cluster, calibrations: tuple[Calibration, ...] = (), graph: Graph | None = None) -> Problem:
@@ -22,9 +25,26 @@ def problem_of(job: Job, cluster: Cluster, calibrations: tuple[Calibration, ...]
     precision = PRECISIONS[job.precision]
     graph = graph or build_graph(job.model, job.sequence_length, precision.compute)
     if graph is None:
-        raise GraphError(f"model {job.model.module}: a module of your own is read by running it once without weights; "
-                         "atoll train and atoll plan with a job.yaml do that (torch is needed)")
+        raise GraphError(f"model {model_name(job.model)}: only capture can read it (a module of your own, or an option that is "
+                         "not written down for its family): hand over the captured graph")
     return Problem(graph, cluster, precision, calibrations)
+
+
+def likely_vocabulary(job: Job) -> int | None:
+    """Tokens that the job's tokenizer will have (bpe on a tiny corpus: fewer); None for one that lies at a path."""
+    tokenizer = job.data.tokenizer
+    return {"byte": SMALLEST_VOCABULARY, "bpe": tokenizer.vocabulary}.get(tokenizer.kind)
+
+
+def with_vocabulary(job: Job, vocabulary: int | None = None) -> Job:
+    """Give a model without a vocabulary of its own that of the tokenizer (None: its likely one). Presets and folders keep
+    theirs."""
+    model = job.model
+    vocabulary = likely_vocabulary(job) if vocabulary is None else vocabulary
+    if model.family is None or "vocab_size" in model.config or vocabulary is None:
+        return job
+    return msgspec.structs.replace(job, model=msgspec.structs.replace(
+        model, config={**model.config, "vocab_size": vocabulary}))
 
 
 def named_model(name: str) -> ModelSpec:

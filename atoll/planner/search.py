@@ -15,7 +15,7 @@ from itertools import pairwise
 from atoll.errors import PlanError
 from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
-from atoll.plan.rules import check_plan
+from atoll.plan.rules import MOST_MICROBATCHES, check_plan
 from atoll.planner.arrangements import Arrangement, arrangements
 from atoll.planner.estimate import Candidate, ReplicaDraft, estimate, interval_ns
 from atoll.planner.partition import partition
@@ -25,13 +25,12 @@ from atoll.policies.schedules.table import SCHEDULES
 from atoll.records import digest
 from atoll.units import format_bytes
 
-__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "microbatches", "one_of_each", "search", "to_plan"]
+__all__ = ["Budget", "Decision", "Trial", "describe", "draft_candidates", "microbatches", "one_of_each",
+           "refuse_impossible", "search", "to_plan"]
 
 _BUCKET_BYTES = 25 * 2**20
 _CHUNKS = (1, 2, 3, 4)
 _SIZES = (1, 2, 4, 8, 16, 32)
-_MOST_MICROBATCHES = 4096
-"""Of a step: more take longer to simulate than a search may last, and no pipeline gains from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +108,18 @@ def search(problem: Problem, job: Job, budget: Budget | None = None,
     return Decision(prediction=best, trials=tuple(trials), drafted=drafted, over_memory=over, seconds=clock() - started)
 
 
+def refuse_impossible(problem: Problem, job: Job) -> None:
+    """Raise ``PlanError`` as ``search`` would when no plan exists or none fits, without looking for the best one."""
+    _refuse_wishes(problem, job)
+    for arrangement in arrangements(problem, job.plan.replicas, job.plan.stages):
+        for samples in microbatches(job):
+            if _draft(problem, job, arrangement, samples, job.plan.recompute != "never") is not None:
+                return
+    shortfall = _Shortfall()
+    _nearest_miss(problem, job, shortfall)
+    raise PlanError(_no_plan(problem, job, shortfall))
+
+
 def _refuse_wishes(problem: Problem, job: Job) -> None:
     """Raise ``PlanError`` for wishes of the job that no plan can meet."""
     wishes, workers = job.plan, len(problem.network.workers)
@@ -126,9 +137,9 @@ def _refuse_wishes(problem: Problem, job: Job) -> None:
     if job.compile and wishes.schedule is not None and SCHEDULES[wishes.schedule].splits_backward:
         raise PlanError(f"job.plan.schedule: {wishes.schedule} splits the backward, which a compiled stage cannot; set "
                         "job.compile to false or choose another schedule")
-    if job.global_batch // max(microbatches(job)) > _MOST_MICROBATCHES:
+    if job.global_batch // max(microbatches(job)) > MOST_MICROBATCHES:
         raise PlanError(f"job.global_batch: found {job.global_batch}, which is {job.global_batch // max(microbatches(job))} "
-                        f"microbatches of {max(microbatches(job))} a step, and more than {_MOST_MICROBATCHES} are not planned; "
+                        f"microbatches of {max(microbatches(job))} a step, and more than {MOST_MICROBATCHES} are not planned; "
                         "lower it or ask for larger ones with job.plan.microbatch")
 
 
@@ -182,7 +193,7 @@ def microbatches(job: Job) -> list[int]:
 
 def _draft(problem: Problem, job: Job, arrangement: Arrangement, samples: int, recompute: bool) -> Candidate | None:
     total = job.global_batch // samples
-    if not len(arrangement) <= total <= _MOST_MICROBATCHES or job.global_batch % samples:
+    if not len(arrangement) <= total <= MOST_MICROBATCHES or job.global_batch % samples:
         return None
     state = problem.element_sums[-1] * problem.state_bytes
     if any(sum(problem.memory_bytes(worker) for worker in ranks) < state for ranks in arrangement):
@@ -273,7 +284,7 @@ def _with_schedule(problem: Problem, draft: Candidate, name: str, chunks: int) -
     replicas = []
     for replica in draft.replicas:
         ranks = len(replica.ranks)
-        if schedule.refuse(ranks, replica.microbatches, chunks):
+        if ranks * chunks > len(problem.graph.operators) or schedule.refuse(ranks, replica.microbatches, chunks):
             return None
         placement = schedule.placement(ranks, chunks)
         peaks = schedule.claim(ranks, replica.microbatches, chunks).peak_activations

@@ -11,10 +11,11 @@ import torch
 
 from atoll.errors import CheckpointError, DataError, GraphError
 from atoll.graph.config import model_config, position_limit
+from atoll.graph.spec import ModelSpec
 from atoll.runtime.checkpoint.trained import Trained, open_trained
 from atoll.runtime.export import hugging_face_model
 
-__all__ = ["choose", "generate"]
+__all__ = ["check_sampling", "choose", "generate"]
 
 NextLogits = Callable[[list[int]], torch.Tensor]
 """All tokens so far in, logits (V,) of the next one out."""
@@ -106,15 +107,21 @@ def _of_hugging_face(model: Any, limit: int, device: str) -> NextLogits:
     return next_logits
 
 
+def check_sampling(spec: ModelSpec) -> None:
+    """Raise ``GraphError`` when no text can be sampled from a module of the user's own."""
+    from atoll.runtime.capture.models import imported
+
+    if spec.module is not None and not callable(getattr(imported(spec.module), "logits", None)):
+        raise GraphError(f"generate: {spec.module} has no method logits(tokens) that returns (samples, sequence, vocabulary); "
+                         "add one to sample from this model, or leave out job.sample")
+
+
 def _of_module(trained: Trained, device: str) -> NextLogits:
     """A user's module by its ``logits(tokens)`` method: int64 (1, S) in, (1, S, V) out; no cache."""
     from atoll.runtime.capture.models import model_source
 
+    check_sampling(trained.spec)
     module: Any = model_source(trained.spec, trained.sequence_length).build()
-    if not callable(getattr(module, "logits", None)):
-        raise GraphError(f"generate: {trained.spec.module} has no method logits(tokens) that returns (samples, "
-                         "sequence, "
-                         "vocabulary); add one to sample from this model")
     weights = trained.weights()
     module = module.to(next((tensor.dtype for tensor in weights.values()), torch.float32))
     result = module.load_state_dict(weights, strict=False)

@@ -21,7 +21,7 @@ from atoll.graph.build import model_name
 from atoll.graph.config import model_config, position_limit
 from atoll.graph.spec import ModelSpec
 
-__all__ = ["LanguageModelLoss", "ModelSource", "model_source"]
+__all__ = ["LanguageModelLoss", "ModelSource", "imported", "model_source"]
 
 ATTENTION = "atoll"
 _SUPPORTED_ATTENTION = ("scaling", "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions")
@@ -88,10 +88,13 @@ def _transformers_model(family: str, config: dict[str, Any]) -> nn.Module:
     fields = {name: value for name, value in config.items() if value is not None}
     for name in ("bos_token_id", "eos_token_id"):
         fields.setdefault(name, None)  # the families' defaults may lie outside a small vocabulary
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=torch.float32,
-                                                        attn_implementation=ATTENTION)
-    if hasattr(model, "initialize_weights"):
-        model.initialize_weights()  # transformers 5 skips it under a meta device; the tape must see it
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=torch.float32,
+                                                            attn_implementation=ATTENTION)
+        if hasattr(model, "initialize_weights"):
+            model.initialize_weights()  # transformers 5 skips it under a meta device; the tape must see it
+    except Exception as error:  # an activation it does not know, a rope_type without its fields, ...
+        raise GraphError(f"model.config: transformers cannot build this {family}: {type(error).__name__}: {error}") from error
     return model.train()
 
 
@@ -113,13 +116,13 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 def _user_source(spec: ModelSpec, sequence_length: int) -> ModelSource:
     path = str(spec.module)
-    kind = _imported(path)
+    kind = imported(path)
 
     def build() -> nn.Module:
         try:
             module = kind(**spec.arguments)
-        except TypeError as error:
-            raise GraphError(f"model.arguments: {path} cannot be built: {error}") from None
+        except Exception as error:  # whatever the user's constructor makes of its arguments
+            raise GraphError(f"model.arguments: {path} cannot be built: {type(error).__name__}: {error}") from error
         if not isinstance(module, nn.Module):
             raise GraphError(f"model.module: {path} gives {type(module).__name__}, expected a torch.nn.Module")
         return module.train()
@@ -128,16 +131,22 @@ def _user_source(spec: ModelSpec, sequence_length: int) -> ModelSource:
                        cast_buffers=True)
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """The class (or function) at "package.file:Class". Raises ``GraphError`` when it is not there or cannot be called."""
     file, _, name = path.partition(":")
     if not name:
         raise GraphError(f"model.module: found {path!r}, expected 'package.file:Class'")
     try:
-        return getattr(importlib.import_module(file), name)
+        found = importlib.import_module(file)
     except ImportError as error:
         raise GraphError(f"model.module: {path!r} cannot be imported: {error}; run where the package can be found") from None
-    except AttributeError:
-        raise GraphError(f"model.module: {file!r} has no {name!r}") from None
+    except Exception as error:  # whatever the user's file does when it is read
+        raise GraphError(f"model.module: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    kind = getattr(found, name, None)
+    if not callable(kind):
+        raise GraphError(f"model.module: {file!r} has no class {name!r}; it has "
+                         f"{', '.join(sorted(other for other in vars(found) if other[0].isupper()))[:200] or 'none'}")
+    return kind
 
 
 def _user_inputs(path: str, kind: Any, sequence_length: int) -> dict[str, torch.Tensor]:

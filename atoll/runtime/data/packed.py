@@ -113,6 +113,8 @@ def prepare(spec: DataSpec, sequence_length: int, cache: str | os.PathLike[str],
             if packed is None:
                 _build(corpus, tokenizer or make_tokenizer(spec.tokenizer, _texts(corpus), base), folder)
                 packed = open_packed(folder)
+                with _taken_back(folder):
+                    packed.check_length(sequence_length, spec.validation)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise WorkplaceError(f"packing the corpus into {folder.parent}: the disk is full; free space there or use "
@@ -120,6 +122,19 @@ def prepare(spec: DataSpec, sequence_length: int, cache: str | os.PathLike[str],
         raise WorkplaceError(f"packing the corpus into {folder.parent}: {error.strerror or error}") from None
     packed.check_length(sequence_length, spec.validation)
     return packed
+
+
+@contextlib.contextmanager
+def _taken_back(folder: Path) -> Iterator[None]:
+    """Data that turn out to be of no use leave nothing behind."""
+    try:
+        yield
+    except DataError:
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder.parent / f".{folder.name}.lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # only when nothing else is in it
+        raise
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
