@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test lint bench gpu clean install
+.PHONY: demo test null lint bench gpu clean install
 
 install: $(VENV)/.installed
 
@@ -21,8 +21,11 @@ lint: install
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-test: lint
-	$(RUN)/python -m pytest tests -m "not gpu"
+null: install
+	$(RUN)/python -m pytest tests -m null -n 2
+
+test: lint null
+	$(RUN)/python -m pytest tests -m "not gpu and not null"
 
 bench: install
 	$(RUN)/python benchmarks/all.py

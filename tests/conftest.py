@@ -1,0 +1,16 @@
+"""Tiers: files that need no PyTorch make up the tier ``null``, which runs in seconds anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+NULL = {"test_bad_input", "test_cluster", "test_collectives", "test_graph", "test_planner", "test_program", "test_rules",
+        "test_schedules", "test_simulator", "test_simulator_costs", "test_trace", "test_units"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(str(item.fspath)).stem in NULL:
+            item.add_marker(pytest.mark.null)
