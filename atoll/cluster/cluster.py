@@ -7,7 +7,7 @@ directed segments, at which latency, does a message from one worker reach anothe
 from __future__ import annotations
 
 from atoll.records import Record
-from atoll.units import Bandwidth, Bytes, Duration, FlopRate
+from atoll.units import Bandwidth, Bytes, Duration, FlopRate, Rate
 
 __all__ = ["Cluster", "Device", "Emulation", "Island", "Link", "Machine", "Segment"]
 
@@ -28,8 +28,8 @@ class Device(Record):
     memory_bandwidth: Bandwidth | None = None
     efficiency: float | None = None
     launch: Duration | None = None
-    watts: float | None = None
-    price_per_hour: float | None = None
+    watts: Rate | None = None
+    price_per_hour: Rate | None = None
 
 
 class Machine(Record):

@@ -14,6 +14,7 @@ from atoll.errors import ClusterError
 
 __all__ = ["load_cluster", "near", "validate"]
 
+_MOST_DEVICES = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^:\s]+):([0-9]{1,5})")
 
@@ -56,6 +57,9 @@ def problems(cluster: Cluster) -> Iterator[str]:
 def _islands(cluster: Cluster) -> Iterator[str]:
     if not cluster.machines:
         yield "machines: the cluster has no machine; list at least one with name, island and devices"
+    count = sum(max(0, device.count) for machine in cluster.machines for device in machine.devices)
+    if count > _MOST_DEVICES:
+        yield f"machines: {count} devices in all, more than the {_MOST_DEVICES} that can be planned for; correct their counts"
     for name, island in cluster.islands.items():
         if not _NAME.fullmatch(name):
             yield f"islands.{name}: a name consists of letters, digits, '.', '_' and '-'; rename it"
@@ -74,6 +78,9 @@ def _machine(cluster: Cluster, index: int, machine: Machine) -> Iterator[str]:
         match = _ADDRESS.fullmatch(machine.address)
         if match is None or not 0 < int(match.group(2)) < 65536:
             yield f"{place}.address: found {machine.address!r}, expected 'host:port' such as 'lab.example.org:7700'"
+    for field in ("host_memory", "disk_bandwidth"):
+        if getattr(machine, field) == 0:
+            yield f"{place}.{field}: found 0; write what was measured or leave the field out"
     if not machine.devices:
         yield f"{place}.devices: the machine has no device; list at least one, such as {{kind: cpu-core}}"
     for number, device in enumerate(machine.devices):
