@@ -32,6 +32,7 @@ __all__ = [
     "load_documents",
     "load_job",
     "load_plan",
+    "printable",
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object and nothing else.")]
@@ -88,6 +89,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str) -> str:
+    """``text`` without what would steer a terminal: a young model writes any bytes."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def complain(error: AtollError, as_json: bool) -> None:

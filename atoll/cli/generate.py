@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from atoll.cli.common import JsonOption, Output
+from atoll.cli.common import JsonOption, Output, printable
 
 __all__ = ["export_command", "generate_command"]
 
@@ -21,7 +22,7 @@ def generate_command(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Only among the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(help="Only among the likeliest that make up p.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds write equal text.", min=0, max=2**63 - 1)] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text with the newest checkpoint of a run.
@@ -30,11 +31,11 @@ def generate_command(
     """
     from atoll.runtime.generate import generate
 
-    output = Output(as_json)
-    text = generate(run, prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    output, notes = Output(as_json), Notes()
+    text = generate(run, prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, say=notes.say)
     if not as_json:
-        print(text)
-    output.finish({"prompt": prompt, "text": text})
+        print(printable(text) if sys.stdout.isatty() else text)
+    output.finish({"prompt": prompt, "text": text, "notes": notes.said})
 
 
 def export_command(
@@ -48,7 +49,18 @@ def export_command(
     """
     from atoll.runtime.export import export
 
-    output = Output(as_json)
-    folder = export(run, out)
+    output, notes = Output(as_json), Notes()
+    folder = export(run, out, say=notes.say)
     output.show(f"written: {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
-    output.finish({"folder": str(folder)})
+    output.finish({"folder": str(folder), "notes": notes.said})
+
+
+class Notes:
+    """What a checkpoint has to say for itself (one that was skipped): on standard error, so that text can be piped on."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, note: str) -> None:
+        self.said.append(note)
+        print(f"atoll: {note}", file=sys.stderr)

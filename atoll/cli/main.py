@@ -40,6 +40,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.path.append(os.getcwd())  # where a user's own module lies; the workers find it there too
     arguments = sys.argv[1:] or ["--help"]
     code = _run(arguments)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.common import JsonOption, Output, load_documents
+from atoll.cli.common import JsonOption, Output, load_documents, printable
 
 if TYPE_CHECKING:
     from atoll.cli.session import Prepared
@@ -57,6 +57,9 @@ def train(
                            say=lambda line: output.sentences([line]),
                            samples=() if given is None else (given.microbatch_samples,))
     checkpoint = find_checkpoint(folder, prepared.job, prepared.packed) if resume else None
+    if checkpoint is not None and checkpoint.facts.step >= wanted.total_steps:
+        raise DocumentError(f"--resume: {folder} has done {checkpoint.facts.step} steps and the job asks for "
+                            f"{wanted.total_steps}; raise job.steps to go on, or look at it with: atoll report {folder}")
     prediction, sentences = _decide(prepared, given, notes, seconds)
     output.heading("Plan")
     output.sentences(sentences)
@@ -143,7 +146,7 @@ def _sample(output: Output, folder: Path, job: Job) -> str | None:
     except AtollError as error:
         output.sentences([str(error)])
         return None
-    output.show_text(text)
+    output.show_text(printable(text))
     return text
 
 

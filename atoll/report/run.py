@@ -125,7 +125,7 @@ def _attempt(read: Callable[[], T], path: Path, notes: list[str], what: str) -> 
         return None
     try:
         return read()
-    except (AtollError, OSError, ValueError, TypeError, KeyError) as error:
+    except (AtollError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         notes.append(f"{path.name} cannot be read ({error}), so {what} is not shown.")
         return None
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from atoll.errors import GraphError
 from atoll.graph.graph import Graph, Operator, ParameterSpec, TensorSpec
 from atoll.runtime.capture.costs import NodeCost, measure
 from atoll.runtime.capture.export import Traced, at_samples, is_getitem, is_number, module_path
@@ -56,6 +57,9 @@ def arrange(traced: Traced, name: str, prefix: str, sequence_length: int) -> Lay
     """Return the graph of ``traced`` and how its operators are made of traced nodes."""
     parameters, inputs = frozenset(traced.parameters), frozenset(traced.inputs)
     learned = _reached(traced.nodes, parameters)
+    if traced.loss not in learned:
+        raise GraphError(f"model {name}: its loss depends on no parameter, so there is nothing to train; return the loss that "
+                         "forward computes from its weights")
     fed = _reached(traced.nodes, inputs)
     free = frozenset(node for node in traced.nodes if node not in learned)
     constants = frozenset(node for node in free if node not in fed)
