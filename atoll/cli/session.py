@@ -188,8 +188,9 @@ def _beside(cluster: Cluster) -> tuple[float, ...]:
 
 
 def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster, head: str, sizes: tuple[int, ...],
-                  seconds: float = 2.0) -> tuple[Calibration, ...]:
-    """Profile the first device of machine ``head``, which this is, for microbatches of each of ``sizes``."""
+                  seconds: float = 8.0) -> tuple[Calibration, ...]:
+    """Profile the first device of machine ``head``, which this is, for microbatches of each of ``sizes``; see
+    ``runtime.profile.profile``."""
     import torch
 
     from atoll.cluster.network import Network
@@ -203,8 +204,9 @@ def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster
     limit_threads(cluster, worker.device)
     batches = PackedBatches(packed, seed=job.seed, global_batch=job.global_batch, sequence_length=job.sequence_length)
     try:
-        return tuple(profile(captured, PRECISIONS[job.precision], samples, batches.microbatch("train", 0, 0, samples),
-                             device_of(network, worker.name), seconds, beside=_beside(cluster),
-                             speed=None if cluster.emulation else worker.device.speed) for samples in sizes)
+        return profile(captured, PRECISIONS[job.precision],
+                       {samples: batches.microbatch("train", 0, 0, samples) for samples in sizes},
+                       device_of(network, worker.name), seconds, beside=_beside(cluster),
+                       speed=None if cluster.emulation else worker.device.speed)
     finally:
         torch.set_num_threads(threads)

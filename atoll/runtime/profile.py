@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,9 +61,10 @@ def pieces(graph: Graph) -> tuple[int, ...]:
     return (*result, count)
 
 
-def profile(captured: Captured, precision: Precision, samples: int, batch: dict[str, torch.Tensor], device: torch.device,
-            seconds: float = 2.0, *, beside: Sequence[float] = (), speed: float | None = None) -> Calibration:
-    """Measure one microbatch size. ``batch``: the model's inputs for ``samples``. Takes about ``seconds``.
+def profile(captured: Captured, precision: Precision, batches: Mapping[int, dict[str, torch.Tensor]], device: torch.device,
+            seconds: float = 8.0, *, beside: Sequence[float] = (), speed: float | None = None) -> tuple[Calibration, ...]:
+    """Measure every microbatch size of ``batches`` (samples -> the model's inputs for as many), smallest first, for about
+    ``seconds`` in all, but at least two sizes; those for which no time is left are continued in a straight line.
 
     ``beside``: shares of a core that emulated devices besides this one keep busy; each is played by a thread meanwhile.
     ``speed``: that the cluster says this device has; what is returned is for speed 1.0. None: the device is emulated, and
@@ -71,60 +72,127 @@ def profile(captured: Captured, precision: Precision, samples: int, batch: dict[
     All weights must fit this device's memory once (without optimizer state).
     """
     keep_heap()
-    clock = _clock(device)
-    cuts = pieces(captured.graph)
-    chain = [_make(captured, low, high, device, split=False) for low, high in pairwise(cuts)]
-    fixed = FixedCosts([piece.stage for piece in chain], precision.master, device, clock)
-    known = _values(chain, batch)
-    chosen = {_signature(captured.graph, piece.low, piece.high): piece for piece in reversed(chain)}
-    with _played(captured, [(piece.low, piece.high) for piece in chosen.values()], known, device, beside):
-        ends = time.monotonic() + seconds * 0.7
-        rounds = 0
-        began = time.perf_counter_ns(), clock()
-        while rounds < 4 or (time.monotonic() < ends and rounds < 50):
-            _round(chain, captured.graph, batch, clock, keep=rounds > 0)
-            fixed.measure()
-            rounds += 1
-        passed, worked = time.perf_counter_ns() - began[0], clock() - began[1]
-        halves = {signature: _halves(captured, piece, known, device, clock) for signature, piece in chosen.items()}
-    scale = 1.0 if speed is None else speed * passed / max(1, worked)
-    operators: dict[str, OperatorTimes] = {}
-    timed = _shared_times(captured.graph, chain)
-    for piece in chain:
-        signature = _signature(captured.graph, piece.low, piece.high)
-        forward, backward = (scale * measured for measured in timed[signature])
-        operators.update(_share_out(captured.graph.operators[piece.low:piece.high], forward, backward, *halves[signature]))
-    return Calibration(device=device.type, graph=captured.graph.name, precision=precision.compute, samples=samples,
-                       operators=operators, update_ns_per_element=scale * fixed.update_ns_per_element,
-                       reduce_ns_per_byte=scale * fixed.reduce_ns_per_byte,
-                       vote_ns_per_byte=scale * fixed.vote_ns_per_byte, launch_ns=round(scale * fixed.launch_ns))
+    bench = _Bench(captured, device, precision)
+    found: list[_Times] = []
+    ends = time.monotonic() + seconds
+    for number, samples in enumerate(sizes := sorted(batches)):
+        left = (ends - time.monotonic()) / (len(sizes) - number)
+        if number >= 2 and found[-1].lasted_s * samples / sizes[number - 1] > 2 * left * (len(sizes) - number):
+            first, second = found[-2:]
+            found.append(first.continued(second, sizes[number - 2], sizes[number - 1], samples))
+        else:
+            found.append(bench.measure(batches[samples], left, beside))
+    scale = 1.0 if speed is None else speed * bench.slowness
+    return tuple(bench.calibration(samples, times, scale) for samples, times in zip(sizes, found, strict=True))
 
 
-@contextmanager
-def _played(captured: Captured, chosen: Sequence[tuple[int, int]], known: dict[str, torch.Tensor], device: torch.device,
-            shares: Sequence[float]) -> Iterator[None]:
-    """Meanwhile a thread for each of ``shares`` runs one piece of each sort, forward and backward, with pauses, so that it
-    keeps that much of a core busy."""
-    stop = threading.Event()
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """By signature: ns of forward, backward, input half, weight half. ``lasted_s``: how long it took to measure at least."""
 
-    def play(share: float) -> None:
-        own = [_make(captured, low, high, device, split=False) for low, high in chosen]
-        while not stop.is_set():
-            started, cpu = time.monotonic_ns(), time.thread_time_ns()
-            for piece in own:
-                _timed_backward(piece, known, time.thread_time_ns, split=False)
-            due = started + (time.thread_time_ns() - cpu) / share
-            stop.wait(max(0.0, due - time.monotonic_ns()) / 1e9)
+    by_signature: dict[Signature, tuple[float, ...]]
+    lasted_s: float
 
-    threads = [threading.Thread(target=play, args=(share,), daemon=True) for share in shares]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
+    def continued(self, other: _Times, here: int, there: int, wanted: int) -> _Times:
+        """The line through two sizes, at a third that is larger than both."""
+        far = (wanted - there) / (there - here)
+        return _Times({signature: tuple(late + max(0.0, late - early) * far for early, late in
+                                        zip(self.by_signature[signature], values, strict=True))
+                       for signature, values in other.by_signature.items()}, other.lasted_s)
+
+
+class _Bench:
+    """The model's pieces, ready to be timed."""
+
+    def __init__(self, captured: Captured, device: torch.device, precision: Precision) -> None:
+        self._captured, self._graph, self._device, self._precision = captured, captured.graph, device, precision
+        self._clock = _clock(device)
+        self._chain = [_make(captured, low, high, device, split=False) for low, high in pairwise(pieces(captured.graph))]
+        self._fixed = FixedCosts([piece.stage for piece in self._chain], precision.master, device, self._clock)
+        self._chosen = {self._signature(piece): piece for piece in reversed(self._chain)}
+        self._splits = {signature: _make(captured, piece.low, piece.high, device, split=True)
+                        for signature, piece in self._chosen.items()}
+        self._passed = self._worked = 0
+
+    def _signature(self, piece: _Piece) -> Signature:
+        return _signature(self._graph, piece.low, piece.high)
+
+    @property
+    def slowness(self) -> float:
+        """Time that passed for each second of the clock: 2 on a core of which this process gets half."""
+        return self._passed / max(1, self._worked)
+
+    def measure(self, batch: dict[str, torch.Tensor], seconds: float, beside: Sequence[float]) -> _Times:
+        """At least three rounds, the first to warm up."""
+        known = _values(self._chain, batch)
+        for piece in self._chain:
+            piece.forward_ns, piece.backward_ns = [], []
+        with self._played(known, beside):
+            started = time.monotonic()
+            rounds, least = 0, 0.0
+            while rounds < 3 or (time.monotonic() - started < 0.6 * seconds and rounds < 50):
+                passed, worked = time.perf_counter_ns(), self._clock()
+                _round(self._chain, self._graph, batch, self._clock, keep=rounds > 0)
+                self._fixed.measure()
+                self._passed += time.perf_counter_ns() - passed
+                self._worked += self._clock() - worked
+                rounds += 1
+                least = time.monotonic() - started if rounds == 3 else least
+            began = time.monotonic()
+            halves = {signature: self._halves(signature, known) for signature in self._chosen}
+            least += time.monotonic() - began
+        timed = _shared_times(self._graph, self._chain)
+        return _Times({signature: (forward, backward, backward * halves[signature][0], backward * halves[signature][1])
+                       for signature, (forward, backward) in timed.items()}, least)
+
+    @contextmanager
+    def _played(self, known: dict[str, torch.Tensor], shares: Sequence[float]) -> Iterator[None]:
+        """Meanwhile a thread for each of ``shares`` runs one piece of each sort, forward and backward, with pauses, so that it
+        keeps that much of a core busy."""
+        stop = threading.Event()
+
+        def play(share: float) -> None:
+            own = [_make(self._captured, piece.low, piece.high, self._device, split=False) for piece in self._chosen.values()]
+            while not stop.is_set():
+                started, cpu = time.monotonic_ns(), time.thread_time_ns()
+                for piece in own:
+                    _timed_backward(piece, known, time.thread_time_ns, split=False)
+                due = started + (time.thread_time_ns() - cpu) / share
+                stop.wait(max(0.0, due - time.monotonic_ns()) / 1e9)
+
+        threads = [threading.Thread(target=play, args=(share,), daemon=True) for share in shares]
         for thread in threads:
-            thread.join()
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _halves(self, signature: Signature, known: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """The input half and the weight half of a split backward as fractions of the whole one, measured in turn. (The two
+        add up to a little more than one: what is put off is kept.)"""
+        first, second = [], []
+        for attempt in range(4):
+            (both,) = _timed_backward(self._chosen[signature], known, self._clock, split=False)
+            one, other = _timed_backward(self._splits[signature], known, self._clock, split=True)
+            if attempt:
+                first.append(one / max(1, both))
+                second.append(other / max(1, both))
+        return statistics.median(first), statistics.median(second)
+
+    def calibration(self, samples: int, times: _Times, scale: float) -> Calibration:
+        operators: dict[str, OperatorTimes] = {}
+        for piece in self._chain:
+            measured = [scale * value for value in times.by_signature[self._signature(piece)]]
+            operators.update(_share_out(self._graph.operators[piece.low:piece.high], measured))
+        fixed = self._fixed
+        return Calibration(device=self._device.type, graph=self._graph.name, precision=self._precision.compute,
+                           samples=samples, operators=operators,
+                           update_ns_per_element=scale * fixed.update_ns_per_element,
+                           reduce_ns_per_byte=scale * fixed.reduce_ns_per_byte,
+                           vote_ns_per_byte=scale * fixed.vote_ns_per_byte, launch_ns=round(scale * fixed.launch_ns))
 
 
 def _clock(device: torch.device) -> Callable[[], int]:
@@ -201,22 +269,8 @@ def _shared_times(graph: Graph, chain: Sequence[_Piece]) -> dict[Signature, tupl
             for signature, times in found.items()}
 
 
-def _halves(captured: Captured, whole: _Piece, known: dict[str, torch.Tensor], device: torch.device,
-            clock: Callable[[], int]) -> tuple[float, float]:
-    """The input half and the weight half of a split backward as fractions of the whole one, measured in turn. (The two add
-    up to a little more than one: what is put off is kept.)"""
-    split = _make(captured, whole.low, whole.high, device, split=True)
-    first, second = [], []
-    for attempt in range(5):
-        (both,) = _timed_backward(whole, known, clock, split=False)
-        one, other = _timed_backward(split, known, clock, split=True)
-        if attempt:
-            first.append(one / max(1, both))
-            second.append(other / max(1, both))
-    return statistics.median(first), statistics.median(second)
-
-
-def _timed_backward(piece: _Piece, known: dict[str, torch.Tensor], clock: Callable[[], int], *, split: bool) -> tuple[int, ...]:
+def _timed_backward(piece: _Piece, known: dict[str, torch.Tensor], clock: Callable[[], int], *,
+                    split: bool) -> tuple[int, ...]:
     """Times of the whole backward, or of its two halves."""
     outputs = piece.stage(_inputs(piece, known))
     taken = [name for name, value in outputs.items() if value.requires_grad]
@@ -233,15 +287,14 @@ def _timed_backward(piece: _Piece, known: dict[str, torch.Tensor], clock: Callab
     return middle - started, ended - middle
 
 
-def _share_out(operators: Sequence[Operator], forward: float, backward: float, input_half: float,
-               weight_half: float) -> dict[str, OperatorTimes]:
-    """Split a piece's times over its operators by work: FLOPs, and eight FLOPs' worth for each byte moved."""
+def _share_out(operators: Sequence[Operator], measured: Sequence[float]) -> dict[str, OperatorTimes]:
+    """Split a piece's times (forward, backward, input half, weight half) over its operators by work: FLOPs, and eight FLOPs'
+    worth for each byte moved."""
     weights = [operator.forward_flops + 8 * (operator.read_bytes + operator.written_bytes) + 1 for operator in operators]
     total = sum(weights)
     result = {}
     for operator, weight in zip(operators, weights, strict=True):
-        part = weight / total
-        result[operator.name] = OperatorTimes(
-            forward_ns=round(forward * part), backward_ns=round(backward * part),
-            backward_input_ns=round(backward * part * input_half), backward_weight_ns=round(backward * part * weight_half))
+        forward, backward, inputs, own = (round(value * weight / total) for value in measured)
+        result[operator.name] = OperatorTimes(forward_ns=forward, backward_ns=backward, backward_input_ns=inputs,
+                                              backward_weight_ns=own)
     return result
