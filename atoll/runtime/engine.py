@@ -24,9 +24,8 @@ from atoll.trace.span import Span
 
 __all__ = ["Engine"]
 
-_POLL_S = 0.1
 _PACED = frozenset({COMPUTE, COPY})  # lanes whose work is the device's or its host's, not the link's or the disk's
-_LEAVE_S = 5.0
+_LEAVE_S = 1.0
 
 
 class Engine:
@@ -37,6 +36,11 @@ class Engine:
         self._prepared: dict[str, Prepared] = {}
         self._lanes: dict[str, _Lane] = {}
         self._step: _Step | None = None
+        world.stop.wake(self._wake)
+
+    def _wake(self) -> None:
+        if self._step is not None:
+            self._step.wake()
 
     def __enter__(self) -> Engine:
         return self
@@ -160,10 +164,15 @@ class _Step:
             self.ended.notify_all()
 
     def _wait(self, condition: threading.Condition, ready: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until ``ready``; looks at ``stop`` at least ten times a second."""
+        """Wait, with the lock held, until ``ready``; whoever sets ``stop`` wakes all."""
         while not ready():
             self.world.stop.check()
-            condition.wait(_POLL_S)
+            condition.wait()
+
+    def wake(self) -> None:
+        with self.lock:
+            for condition in (*self.conditions.values(), self.ended):
+                condition.notify_all()
 
     def _execute(self, index: int) -> None:
         world, prepared = self.world, self.prepared
@@ -200,9 +209,8 @@ class _Step:
         with self.lock:
             if self.error is None:
                 self.error = self._located(error, index)
-            self.world.stop.set(str(self.error))
-            for condition in self.conditions.values():
-                condition.notify_all()
+        self.world.stop.set(str(self.error))
+        self.wake()
 
     def _located(self, error: BaseException, index: int) -> BaseException:
         if isinstance(error, StoppedError) or not isinstance(error, Exception):
@@ -215,10 +223,10 @@ class _Step:
         return located
 
     def join(self, lanes: int) -> None:
-        """Wait until all lanes have ended; after an error or a stop no longer than five seconds."""
+        """Wait until all lanes have ended; after an error or a stop no longer than a second."""
         with self.lock:
             while self.ended_lanes < lanes and not self.world.stop.event.is_set():
-                self.ended.wait(_POLL_S)
+                self.ended.wait()
             if self.ended_lanes < lanes:
                 self.ended.wait_for(lambda: self.ended_lanes == lanes, _LEAVE_S)
             if self.error is None and self.ended_lanes < lanes:

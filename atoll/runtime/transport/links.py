@@ -69,6 +69,8 @@ class Links:
         if place is not None:
             host, _, port = place.rpartition(":")
             self.address = f"{host}:{self._wire.port if self._wire is not None else port}"
+        elif len(set(machines.values())) == 1:
+            self.address = "127.0.0.1:0"  # nobody dials it; its host is where the island meets
         elif self.store_port:
             raise WorkplaceError(f"machine {machines[name]}: it is the first of island {island} and needs an address there; "
                                  "write machines: address: HOST:PORT in the cluster")

@@ -1,10 +1,13 @@
 """Inside an island: ``torch.distributed`` (Gloo; NCCL for sums between CUDA devices), never across islands.
 
 A process group is made only over the workers that meet in it, on the interface that routes to them; nothing is made
-global. Every message is a fixed block (its header, and the payload if it fits) and then the raw tensors. A call of the
-library cannot be interrupted, so each runs on a thread of its own and the lane waits beside it, looking at the stop flag;
-a peer's messages are taken off the link as they come, as on the wire, so a Send never waits until the peer's program
-reaches its Receive.
+global. A message is one block: its header and, where they fit, the raw tensors. What fits is known on both ends, because
+it grows alike with what has passed: the first message of a size sends header and tensors one by one, those after it are
+one block each (a message of the library costs as much as copying some 500 KB).
+
+A peer's messages are taken off the link as they come, as on the wire, so a Send never waits until the peer's program
+reaches its Receive. A call of the library cannot be interrupted: a dead peer breaks it, and a frozen one holds the sending
+lane until ``close`` cuts the connections.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ import torch.distributed as dist
 
 from atoll.errors import ProgramError, WorkerLostError, WorkplaceError
 from atoll.runtime.transport.frames import (
+    DTYPES,
     MAX_HEADER_BYTES,
     Header,
     Message,
@@ -39,8 +44,11 @@ from atoll.units import format_duration
 
 __all__ = ["Native", "address_towards"]
 
-_BLOCK_BYTES = 2048
-_PREFIX_BYTES = 8  # length of the header; 0: goodbye
+_BLOCK_BYTES = 2048  # of the first message
+_PREFIX_BYTES = 8  # length of the header (0: goodbye), then 1 if the tensors are in the block
+_INLINE_BYTES = 1 << 19  # larger messages are worth the library's call for each tensor
+_ALIGN = 64
+_PAGE = 4096
 _UNUSED_TAG = 9
 _SLICE_S = 0.05
 _FOREVER = datetime.timedelta(days=30)  # the library must not judge who is dead: that is the head's task
@@ -103,9 +111,12 @@ class Native:
         self._timeout = datetime.timedelta(microseconds=connect_ns // 1000)
         self._rank = self.members.index(name)
         self._peers = [member for member in self.members if member != name]
-        self._inlets = {peer: Inlet(self._names[name], self._names[peer]) for peer in self._peers}
+        self._inlets = {peer: Inlet(self._names[name], self._names[peer], stop) for peer in self._peers}
         self._sequences = dict.fromkeys(self._peers, 0)
-        self._callers: dict[str, _Caller] = {}
+        self._outgoing = {peer: _Room() for peer in self._peers}
+        self._incoming = {peer: _Room() for peer in self._peers}
+        self._ranks = {member: rank for rank, member in enumerate(self.members)}
+        self._caller: _Caller | None = None
         self._pumps: list[threading.Thread] = []
         self._groups: dict[tuple[str, ...], Any] = {}
         self._store: Any = None
@@ -136,12 +147,11 @@ class Native:
         except RuntimeError as error:
             raise WorkerLostError(f"{self._names[self.name]} did not meet {self._named(self._peers)} at {store_address} within "
                                   f"{format_duration(self._timeout.total_seconds() * 1e9)}: {_first_line(error)}") from None
+        self._caller = _Caller("native")
         for peer in self._peers:
-            self._callers[peer] = _Caller(f"native-out:{peer}")
             pump = threading.Thread(target=self._pump, args=(peer,), name=f"native-in:{peer}", daemon=True)
             self._pumps.append(pump)
             pump.start()
-        self._callers[""] = _Caller("native-collective")
 
     def _gloo(self, name: str, group: Sequence[str]) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -163,14 +173,15 @@ class Native:
         header = header_of(label, self._sequences[peer], tensors)
         self._sequences[peer] += 1
         try:
-            self._callers[peer].call(lambda: self._put(peer, header, tensors), self._stop)
+            self._put(peer, header, tensors)
         except RuntimeError as error:
+            self._stop.check()
             raise WorkerLostError(f"{self._names[peer]} is gone: the connection broke ({_first_line(error)}), "
                                   f"while {self._names[self.name]} sent {label}") from None
         return header.payload_bytes
 
     def receive(self, peer: str, label: str) -> list[torch.Tensor]:
-        return self._inlets[peer].take(label, self._stop)
+        return self._inlets[peer].take(label)
 
     def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
         """Sum in place over ``group``; the same bits everywhere. Gloo: 2 (n-1)/n of the bytes each way, as a ring."""
@@ -181,7 +192,7 @@ class Native:
         if len(group) == 1:
             return
         try:
-            self._callers[""].call(lambda: self._sum(tuple(group), tensor), self._stop)
+            self._aside(lambda: self._sum(tuple(group), tensor))
         except RuntimeError as error:
             raise WorkerLostError(f"a native all-reduce of {self._names[self.name]} with "
                                   f"{self._named([worker for worker in group if worker != self.name])} "
@@ -194,10 +205,10 @@ class Native:
         if self._stop.event.is_set():
             self._cut()
             return
-        farewell = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        farewell = torch.zeros(_PREFIX_BYTES, dtype=torch.uint8)
         for peer in self._peers:
             try:
-                self._callers[peer].call(lambda peer=peer: self._post(peer, farewell), self._stop)  # type: ignore[misc]
+                self._aside(lambda peer=peer: self._post(peer, farewell))  # type: ignore[misc]
             except RuntimeError:
                 continue
         self._leave(self._timeout.total_seconds())
@@ -211,34 +222,45 @@ class Native:
         self._leave(1.0)
 
     def _leave(self, timeout_s: float) -> None:
-        for caller in self._callers.values():
-            caller.finish()
         for pump in self._pumps:
             pump.join(timeout_s)
-        for caller in self._callers.values():
-            caller.thread.join(timeout_s)
+        if self._caller is not None:
+            self._caller.finish()
+            self._caller.thread.join(timeout_s)
         self._pumps = []
 
     # -- on the library's threads --------------------------------------------------------------------------------------
 
+    def _aside(self, action: Callable[[], object]) -> None:
+        if self._caller is None:
+            raise ProgramError(f"{self.name}: connect before anything is sent or summed")
+        self._caller.call(action, self._stop)
+
     def _post(self, peer: str, tensor: torch.Tensor) -> None:
-        self._all.send([tensor], self.members.index(peer), 0).wait()
+        self._all.send([tensor], self._ranks[peer], 0).wait()
 
     def _fetch(self, peer: str, tensor: torch.Tensor) -> None:
-        self._all.recv([tensor], self.members.index(peer), 0).wait()
+        self._all.recv([tensor], self._ranks[peer], 0).wait()
 
     def _put(self, peer: str, header: Header, tensors: Sequence[torch.Tensor]) -> None:
         encoded = encode_header(header)
-        start = len(encoded).to_bytes(_PREFIX_BYTES, "little") + encoded
-        flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-        if _fits(len(encoded), header):
-            self._post(peer, _block(b"".join((start, *(memoryview(tensor.numpy()) for tensor in flat)))))
+        room, (offsets, total) = self._outgoing[peer], _places(len(encoded), header)
+        inline = total <= room.size
+        start = len(encoded).to_bytes(4, "little") + inline.to_bytes(4, "little") + encoded
+        head = start[:room.size]
+        room.bytes[:len(head)] = head
+        if inline:
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                room.block[offset:offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            self._post(peer, room.block[:total])
             return
-        self._post(peer, _block(start[:_BLOCK_BYTES]))
-        if len(start) > _BLOCK_BYTES:
-            self._post(peer, torch.frombuffer(bytearray(start[_BLOCK_BYTES:]), dtype=torch.uint8))
-        for tensor in flat:
-            self._post(peer, tensor)
+        self._post(peer, room.block[:len(head)])
+        if len(start) > room.size:
+            self._post(peer, torch.frombuffer(bytearray(start[room.size:]), dtype=torch.uint8))
+        for tensor in tensors:
+            if tensor.numel():
+                self._post(peer, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        room.grow(total)
 
     def _pump(self, peer: str) -> None:
         inlet = self._inlets[peer]
@@ -252,27 +274,31 @@ class Native:
             inlet.end(f"the connection broke ({_first_line(error)})")
 
     def _take(self, peer: str) -> Message | None:
-        block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+        room = self._incoming[peer]
+        block = torch.empty(room.size, dtype=torch.uint8)
         self._fetch(peer, block)
-        data = block.numpy().tobytes()
-        length = int.from_bytes(data[:_PREFIX_BYTES], "little")
+        raw = byte_view(block)
+        length, inline = int.from_bytes(raw[:4], "little"), raw[4] == 1
         if length == 0:
             return None
         if length > MAX_HEADER_BYTES:
             raise RefusedError(f"a header of {length} bytes")
-        if length > _BLOCK_BYTES - _PREFIX_BYTES:
-            rest = torch.empty(length - (_BLOCK_BYTES - _PREFIX_BYTES), dtype=torch.uint8)
+        encoded = bytes(raw[_PREFIX_BYTES:_PREFIX_BYTES + length])
+        if len(encoded) < length:
+            rest = torch.empty(length - len(encoded), dtype=torch.uint8)
             self._fetch(peer, rest)
-            data += rest.numpy().tobytes()
-        header = decode_header(data[_PREFIX_BYTES:_PREFIX_BYTES + length], self._limit)
+            encoded += rest.numpy().tobytes()
+        header = decode_header(encoded, self._limit)
+        offsets, total = _places(length, header)
+        if inline:
+            if total > room.size:
+                raise RefusedError(f"{header.label}: {total} bytes in a block of {room.size}")
+            return Message(header=header, tensors=_cut_out(header, block, offsets))
         tensors = allocate(header)
-        at = _PREFIX_BYTES + length
         for tensor in tensors:
-            if tensor.numel() and _fits(length, header):
-                byte_view(tensor)[:] = data[at:at + tensor.nbytes]
-                at += tensor.nbytes
-            elif tensor.numel():
+            if tensor.numel():
                 self._fetch(peer, tensor.view(-1).view(torch.uint8))
+        room.grow(total)
         return Message(header=header, tensors=tensors)
 
     def _sum(self, group: tuple[str, ...], tensor: torch.Tensor) -> None:
@@ -288,13 +314,40 @@ class Native:
             tensor.copy_(on_host)
 
 
-def _fits(header_bytes: int, header: Header) -> bool:
-    """Whether a whole message goes into one block: then it is one hand-over instead of one for each tensor besides."""
-    return _PREFIX_BYTES + header_bytes + header.payload_bytes <= _BLOCK_BYTES
+class _Room:
+    """How large a block may be in one direction between two workers; both ends count alike. ``block``, ``bytes``: where the
+    sender puts every message together; a send is over when the receiver has it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._make(_BLOCK_BYTES)
+
+    def _make(self, size: int) -> None:
+        self.size = size
+        self.block = torch.zeros(size, dtype=torch.uint8)
+        self.bytes = byte_view(self.block)
+
+    def grow(self, total: int) -> None:
+        """A message of ``total`` bytes has passed; one like it, with a somewhat longer label, shall fit."""
+        if self.size < total <= _INLINE_BYTES:
+            self._make(-(-(total + _BLOCK_BYTES) // _PAGE) * _PAGE)
 
 
-def _block(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data.ljust(_BLOCK_BYTES, b"\0")), dtype=torch.uint8)
+def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:
+    """Where the tensors of a message lie in its block, each on a boundary of 64 bytes, and the bytes of the whole."""
+    offsets, end = [], _PREFIX_BYTES + header_bytes
+    for dtype, shape in header.tensors:
+        offsets.append(-(-end // _ALIGN) * _ALIGN)
+        end = offsets[-1] + prod(shape) * DTYPES[dtype].itemsize
+    return offsets, end
+
+
+def _cut_out(header: Header, block: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
+    tensors = []
+    for (dtype, shape), offset in zip(header.tensors, offsets, strict=True):
+        kind = DTYPES[dtype]
+        tensors.append(block[offset:offset + prod(shape) * kind.itemsize].view(kind).view(shape))
+    return tensors
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,11 +35,16 @@ def who(worker: str, machine: str) -> str:
 class Inlet:
     """Messages of one peer in order of arrival, until the stream ends; filled by one thread, emptied by another."""
 
-    def __init__(self, me: str, peer: str) -> None:
-        self._me, self._peer = me, peer
+    def __init__(self, me: str, peer: str, stop: Stop) -> None:
+        self._me, self._peer, self._stop = me, peer, stop
         self._messages: deque[Message] = deque()
         self._changed = threading.Condition()
         self._ended = ""
+        stop.wake(self._wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def put(self, message: Message) -> None:
         with self._changed:
@@ -52,13 +57,13 @@ class Inlet:
             self._ended = self._ended or reason
             self._changed.notify()
 
-    def take(self, label: str, stop: Stop) -> list[torch.Tensor]:
+    def take(self, label: str) -> list[torch.Tensor]:
         with self._changed:
             while not self._messages:
-                stop.check()
+                self._stop.check()
                 if self._ended:
                     raise WorkerLostError(f"{self._peer} is gone: {self._ended}, while {self._me} waited for {label}")
-                self._changed.wait(_SLICE_S)
+                self._changed.wait()
             message = self._messages.popleft()
         if message.header.label != label:
             raise ProgramError(f"{self._me} expected {label} from {self._peer} and got {message.header.label}: "
@@ -120,7 +125,7 @@ class Wire:
         self._bundle, self._machines, self._stop = bundle, dict(machines), stop
         self._limit, self._keepalive_ns, self._connect_ns = max_message_bytes, keepalive_ns, connect_ns
         peers = [peer for peer in machines if peer != name]
-        self._inlets = {peer: Inlet(self._who(name), self._who(peer)) for peer in peers}
+        self._inlets = {peer: Inlet(self._who(name), self._who(peer), stop) for peer in peers}
         self._outlets = {peer: _Outlet(self._who(name), self._who(peer)) for peer in peers}
         self._claimed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -244,7 +249,7 @@ class Wire:
         return self._outlets[peer].send(label, tensors, self._stop)
 
     def receive(self, peer: str, label: str) -> list[torch.Tensor]:
-        return self._inlets[peer].take(label, self._stop)
+        return self._inlets[peer].take(label)
 
     def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
         raise ProgramError(f"{self.name}: a native collective over {', '.join(group)} would cross islands; "
