@@ -10,6 +10,7 @@ __all__ = [
     "DocumentError",
     "GraphError",
     "InstructionError",
+    "InterruptError",
     "LabError",
     "PlanError",
     "ProgramError",
@@ -72,6 +73,12 @@ class WorkplaceError(AtollError):
     """The machine lacks something (port, disk, device, library, right): says what to do."""
 
     exit_code = 5
+
+
+class InterruptError(AtollError):
+    """Somebody pressed Ctrl-C or asked the process to end: says what is kept and how to go on."""
+
+    exit_code = 130
 
 
 class LabError(WorkplaceError):

@@ -10,13 +10,12 @@ import contextlib
 import errno
 import os
 import sys
-from typing import Any
 
 import typer
 
 from atoll.cli import generate, lab, plan, probe, report, simulate, train
 from atoll.cli.common import complain
-from atoll.errors import AtollError, DocumentError, WorkplaceError
+from atoll.errors import AtollError, DocumentError, InterruptError, WorkplaceError
 
 __all__ = ["app", "main"]
 
@@ -54,13 +53,16 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
-        return _number(app(arguments, standalone_mode=False))
+        code = app(arguments, standalone_mode=False)
+        if code == InterruptError.exit_code:  # made of a KeyboardInterrupt by the option parser
+            raise InterruptError("interrupted")
+        return code if isinstance(code, int) else 0
     except AtollError as error:
         complain(error, as_json)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("atoll: interrupted", file=sys.stderr)
-        return 130
+        complain(InterruptError("interrupted"), as_json)
+        return InterruptError.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -76,10 +78,6 @@ def _run(arguments: list[str]) -> int:
             raise
         complain(usage, as_json)
         return usage.exit_code
-
-
-def _number(code: Any) -> int:
-    return code if isinstance(code, int) else 0
 
 
 _OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)

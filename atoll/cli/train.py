@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,14 +111,43 @@ def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: t
 def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, checkpoint: Checkpoint | None,
          base: Path) -> RunResult:
     from atoll.cli.progress import Progress
+    from atoll.errors import InterruptError, WorkerLostError
     from atoll.runtime.launch import launch
 
     output.heading("Run")
     if checkpoint is not None:
         output.sentences([*checkpoint.notes, f"going on after step {checkpoint.facts.step} of {prepared.job.total_steps}"])
-    with Progress(output, prepared.job) as progress:
-        return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
-                      on_event=progress.note, resume=checkpoint, base=base)
+    try:
+        with _terminated_as_interrupted(), Progress(output, prepared.job) as progress:
+            return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
+                          on_event=progress.note, resume=checkpoint, base=base)
+    except KeyboardInterrupt:
+        raise InterruptError(f"interrupted; {_what_is_left(folder)}") from None
+    except WorkerLostError as error:
+        raise WorkerLostError(f"{error}; {_what_is_left(folder)}") from None
+
+
+def _what_is_left(folder: Path) -> str:
+    from atoll.runtime.checkpoint.store import steps
+    from atoll.runtime.checkpoint.trained import CHECKPOINTS
+
+    saved = steps(folder / CHECKPOINTS)
+    if not saved:
+        return f"nothing was saved yet (job.checkpoint.every); atoll report {folder} shows what was done"
+    return f"the last checkpoint is after step {saved[0]}: go on with --resume --run {folder}"
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A request to end (SIGTERM, of a scheduler or a shutdown) ends the run in order, as Ctrl-C does."""
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _afterwards(output: Output, folder: Path, prepared: Prepared, result: RunResult) -> None:

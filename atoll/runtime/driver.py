@@ -156,10 +156,15 @@ def drive(documents: Documents, folder: Path, *, on_event: Callable[[RunEvent], 
         run.listen()
         return run.finish()
     except BaseException as error:
-        run.abort(str(error) or type(error).__name__)
+        run.abort(_reason(error))
         raise
     finally:
         run.close()
+
+
+def _reason(error: BaseException) -> str:
+    """What the workers are told."""
+    return "the run was interrupted on the head" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
 
 
 class _Run:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -282,6 +283,7 @@ def main(assemble: Assemble, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=PATIENCE_NS / 1e9, help="seconds to wait for the head to appear")
     options = parser.parse_args(arguments)
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the head as well, which ends the run in order
     return run_worker(options.name, options.head, options.keys, assemble, home=options.home,
                       patience_ns=round(options.patience * 1e9))
 
