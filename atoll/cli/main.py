@@ -39,6 +39,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would print comes as a sentence of ours
     sys.path.append(os.getcwd())  # where a user's own module lies; the workers find it there too
     arguments = sys.argv[1:] or ["--help"]
     code = _run(arguments)

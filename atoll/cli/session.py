@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from atoll.runtime.capture.stage import Captured
     from atoll.runtime.data.packed import Packed
 
-__all__ = ["Prepared", "can_profile", "check_folder", "choose_folder", "first_look", "head_machine", "prepare_run",
-           "profile_sizes"]
+__all__ = ["Prepared", "can_profile", "check_folder", "check_port", "choose_folder", "first_look", "head_machine",
+           "prepare_run", "profile_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ def check_folder(folder: Path, resume: bool) -> None:
         if not steps(folder / CHECKPOINTS):
             raise CheckpointError(f"--resume: there is no checkpoint in {folder}; name the folder of a run that saved one "
                                   "(job.checkpoint.every), or train without --resume")
-    elif (folder / "metrics.jsonl").exists():
+    elif (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
         raise DocumentError(f"--run: {folder} holds a run already; go on with it (--resume) or name another folder")
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "metrics.jsonl").exists():  # empty: it never began
         raise DocumentError(f"--run: {folder} holds other things already; name a new folder")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -82,6 +82,24 @@ def check_folder(folder: Path, resume: bool) -> None:
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def check_port(cluster: Cluster, head: str) -> None:
+    """Raise ``WorkplaceError`` before anything is computed when a port on which other machines will dial is taken: the head's
+    own, and the next one for each of its workers."""
+    own = next(machine for machine in cluster.machines if machine.name == head)
+    if cluster.emulation is not None or len(cluster.machines) == 1 or own.address is None:
+        return
+    first = int(own.address.rpartition(":")[2])
+    for port in range(first, first + 1 + sum(device.count for device in own.devices)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except (OSError, OverflowError) as error:
+                raise WorkplaceError(f"machine {head}: port {port} (its address is {own.address}, and every worker takes one "
+                                     f"more) cannot be listened on: {getattr(error, 'strerror', error)}; end the program that "
+                                     "holds it or give the machine another port in the cluster") from None
 
 
 def first_look(job: Job, cluster: Cluster, plan: Path | None) -> tuple[Plan | None, tuple[str, ...]]:

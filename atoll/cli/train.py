@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +41,7 @@ def train(
 
     Example:  atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
     """
-    from atoll.cli.session import check_folder, choose_folder, first_look, head_machine, prepare_run
+    from atoll.cli.session import check_folder, check_port, choose_folder, first_look, head_machine, prepare_run
     from atoll.errors import DocumentError
     from atoll.report import text
 
@@ -50,6 +52,7 @@ def train(
     head = head_machine(machines, machine)
     folder = choose_folder(wanted.name, run)
     check_folder(folder, resume)
+    check_port(machines, head)
     given, notes = first_look(wanted, machines, plan)
     output.heading("Cluster")
     output.show(text.cluster_table(machines))
@@ -111,7 +114,7 @@ def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: t
 def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, checkpoint: Checkpoint | None,
          base: Path) -> RunResult:
     from atoll.cli.progress import Progress
-    from atoll.errors import InterruptError, WorkerLostError
+    from atoll.errors import InterruptError, WorkerLostError, WorkplaceError
     from atoll.runtime.launch import launch
 
     output.heading("Run")
@@ -123,6 +126,10 @@ def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str
                           on_event=progress.note, resume=checkpoint, base=base)
     except KeyboardInterrupt:
         raise InterruptError(f"interrupted; {_what_is_left(folder)}") from None
+    except WorkplaceError:  # a port that was taken meanwhile, nobody who came
+        if checkpoint is None and not (folder / "logs").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it has not begun
+        raise
     except WorkerLostError as error:
         raise WorkerLostError(f"{error}; {_what_is_left(folder)}") from None
 
@@ -196,16 +203,28 @@ def worker(
     cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (to find the head).")] = None,
     head: Annotated[str, typer.Option(help="host:port of the machine that trains (default: as the bundle says).")] = "",
     home: Annotated[Path, typer.Option(help="Where this worker keeps its shards and data.")] = Path("runs/worker"),
+    as_json: JsonOption = False,
 ) -> None:
     """Take part in a run that another machine started with atoll train; the line to type is printed there.
 
     Example:  atoll worker b1 --cluster cluster.yaml --keys b1.pem
     """
     from atoll.cluster.network import Network, load_cluster
-    from atoll.runtime.assembly import assemble
-    from atoll.runtime.worker import leave, run_worker
+    from atoll.runtime.keys import read_bundle
 
     if cluster is not None:
         Network(load_cluster(cluster)).worker(name)
+    bundle = read_bundle(keys)
     home.mkdir(parents=True, exist_ok=True)
-    leave(run_worker(name, head, keys, assemble, home=home))
+    output, said = Output(as_json), list[str]()
+    output.show_text(f"worker {name}: calling the head at {head or bundle.head_address} ...")
+    from atoll.runtime.assembly import assemble  # torch, late
+    from atoll.runtime.worker import leave, run_worker
+
+    code = run_worker(name, head, keys, assemble, home=home, say=said.append)
+    for sentence in said:
+        print(f"atoll: {sentence}", file=sys.stderr)
+    output.finish({"worker": name, "exit_code": code, "said": said})
+    if code == 0:
+        output.show_text(f"worker {name}: done")
+    leave(code)

@@ -226,9 +226,9 @@ class _Current:
 
     def doing(self) -> str:
         if self.crew is None:
-            return "building its part"
+            return "the building of its part"
         if self.turn is None:
-            return "meeting its peers"
+            return "the meeting of its peers"
         place = f"step {self.turn.step}" if self.turn.kind == "train" else f"{self.turn.kind} after {self.turn.step} steps"
         doing = self.crew.doing()
         return f"{place}, {doing}" if doing else place
