@@ -147,7 +147,7 @@ def test_what_fits_nowhere_is_refused_with_the_nearest_change() -> None:
 
 
 def test_wishes_that_cannot_be_met_are_refused() -> None:
-    with pytest.raises(PlanError, match="found 3, which does not divide job.global_batch"):
+    with pytest.raises(PlanError, match=r"found 3, which does not divide job.global_batch"):
         search(problem(), job(plan=Wishes(microbatch=3)))
 
 

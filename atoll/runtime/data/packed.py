@@ -116,6 +116,7 @@ def prepare(spec: DataSpec, sequence_length: int, cache: str | os.PathLike[str],
                 with _taken_back(folder):
                     packed.check_length(sequence_length, spec.validation)
     except OSError as error:
+        _forget(folder)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise WorkplaceError(f"packing the corpus into {folder.parent}: the disk is full; free space there or use "
                                  "another folder") from None
@@ -130,11 +131,15 @@ def _taken_back(folder: Path) -> Iterator[None]:
     try:
         yield
     except DataError:
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder.parent / f".{folder.name}.lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()  # only when nothing else is in it
+        _forget(folder)
         raise
+
+
+def _forget(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder.parent / f".{folder.name}.lock").unlink()
+        folder.parent.rmdir()  # only when nothing else is in it
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
