@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from atoll.plan.job import Job
 from atoll.runtime.driver import Began, Came, Evaluated, RunEvent, Saved, StepEnded, Waiting
@@ -56,7 +58,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if not self.output.as_json:
-            self.bar.console.print(f"  {text}", markup=False)
+            self.bar.console.print(Padding(Text(text), (0, 0, 0, 2)))
 
     def _step(self, event: StepEnded) -> None:
         rate = event.tokens / event.duration_ns * 1e9 if event.duration_ns else 0.0

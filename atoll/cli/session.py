@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atoll.runtime.data.packed import Packed
 
 __all__ = ["Prepared", "can_profile", "check_folder", "check_port", "choose_folder", "first_look", "head_machine",
-           "prepare_run", "profile_sizes"]
+           "prepare_run", "profile_sizes", "this_machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,17 @@ def check_port(cluster: Cluster, head: str) -> None:
                 raise WorkplaceError(f"machine {head}: port {port} (its address is {own.address}, and every worker takes one "
                                      f"more) cannot be listened on: {getattr(error, 'strerror', error)}; end the program that "
                                      "holds it or give the machine another port in the cluster") from None
+
+
+def this_machine() -> Cluster:
+    """This machine alone, for a run without a cluster.yaml: its accelerators, or one core, quickly measured."""
+    from atoll.cluster.cluster import Island
+    from atoll.runtime.probe import machine_of, probe_machine
+    from atoll.units import Bandwidth
+
+    facts = probe_machine(budget_s=0.05, disk_bytes=0)
+    return Cluster(name="this-machine", islands={"home": Island(bandwidth=Bandwidth(10**9))},
+                   machines=(machine_of(facts, "home"),))
 
 
 def first_look(job: Job, cluster: Cluster, plan: Path | None) -> tuple[Plan | None, tuple[str, ...]]:

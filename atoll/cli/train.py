@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.common import JsonOption, Output, load_documents, printable
+from atoll.cli.common import JsonOption, Output, load_job, printable
 
 if TYPE_CHECKING:
     from atoll.cli.session import Prepared
@@ -41,17 +41,19 @@ def train(
 
     Example:  atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
     """
-    from atoll.cli.session import check_folder, check_port, choose_folder, first_look, head_machine, prepare_run
+    from atoll.cli.session import check_folder, check_port, choose_folder, first_look, head_machine, prepare_run, this_machine
+    from atoll.cluster.network import load_cluster
     from atoll.errors import DocumentError
     from atoll.report import text
 
     output = Output(as_json)
-    wanted, machines = load_documents(job, cluster)
+    wanted = load_job(job)
     if resume and run is None:
         raise DocumentError("--resume: name the run to go on with: --run runs/NAME")
-    head = head_machine(machines, machine)
     folder = choose_folder(wanted.name, run)
     check_folder(folder, resume)
+    machines = load_cluster(cluster) if cluster else this_machine()
+    head = head_machine(machines, machine)
     check_port(machines, head)
     given, notes = first_look(wanted, machines, plan)
     output.heading("Cluster")
