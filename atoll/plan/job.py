@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
 from atoll.errors import DocumentError
 from atoll.graph.spec import ModelSpec
 from atoll.policies.data.spec import KINDS, SMALLEST_VOCABULARY, DataSpec
 from atoll.policies.optim.spec import OptimizerSpec
-from atoll.policies.schedules.table import SCHEDULES
 from atoll.records import Record
 from atoll.units import Count, Duration, NotNegative, Positive, format_duration
 
@@ -64,7 +61,13 @@ class Wishes(Record):
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
             raise DocumentError(f"job.plan.recompute: found {self.recompute!r}, allowed: {', '.join(RECOMPUTE)}")
-        if self.schedule is not None and self.schedule not in SCHEDULES:
+        if self.schedule is None:
+            return
+        import difflib  # late: neither is needed for a job that leaves it to the planner
+
+        from atoll.policies.schedules.table import SCHEDULES
+
+        if self.schedule not in SCHEDULES:
             near = difflib.get_close_matches(self.schedule.lower(), SCHEDULES, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise DocumentError(f"job.plan.schedule: found {self.schedule!r}; {hint}known: {', '.join(SCHEDULES)}")
