@@ -110,9 +110,9 @@ def _expected(name: str, default: Any, value: Any) -> str:
     if isinstance(default, float) or name in _NUMBERS:
         fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
         return "" if fine else "a number of at least 0"
-    most = _FEW.get(name, 2**40)
-    fine = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-    return "" if fine else f"a whole number from 1 to {most}" + (", or nothing" if default is None else "")
+    least, most = int(name != "max_window_layers"), _FEW.get(name, 2**40)  # no layer at all may be without a window
+    fine = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return "" if fine else f"a whole number from {least} to {most}" + (", or nothing" if default is None else "")
 
 
 def position_limit(family: str, config: dict[str, Any]) -> int:
