@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-NOT_BENCHMARKS = {"all.py", "contract.py"}
+NOT_BENCHMARKS = {"all.py", "contract.py", "rig.py", "torch_pipeline.py", "twin_threads.py"}
 
 
 def main() -> int:

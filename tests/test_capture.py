@@ -169,7 +169,8 @@ def test_convolutions_and_float_inputs() -> None:
 @pytest.mark.parametrize(("name", "words"), [
     ("Dropped", ["dropout", "set its probability to 0"]), ("BatchNormed", ["'norm'", "GroupNorm"]),
     ("Counting", ["calls", "without writing to a buffer"]), ("Mean", ["[1, 16, 32]", "scalar loss"]),
-    ("Frozen", ["embed.weight", "frozen"]), ("Branching", ["torch.export", "branches"]), ("Nothing", ["no class 'Nothing'", "BatchNormed"]),
+    ("Frozen", ["embed.weight", "frozen"]), ("Branching", ["torch.export", "branches"]),
+    ("Nothing", ["no class 'Nothing'", "BatchNormed"]),
     ("Odd", ["length", "example_inputs"]),
 ])
 def test_what_cannot_be_cut_is_refused_in_one_sentence(name: str, words: list[str]) -> None:
