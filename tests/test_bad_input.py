@@ -76,5 +76,6 @@ def test_a_plan_for_other_machines_is_refused(tmp_path: Path, monkeypatch: pytes
     plan = (tmp_path / "plan.yaml").read_text()
     used = next(name for name in ("coral", "sponge", "perch", "shrimp") if name in plan)
     (tmp_path / "plan.yaml").write_text(plan.replace(used, "nemo"))
-    code, _, err = run(["simulate", "job.yaml", "--cluster", "cluster.yaml", "--plan", "plan.yaml"], tmp_path, monkeypatch, capsys)
+    words = ["simulate", "job.yaml", "--cluster", "cluster.yaml", "--plan", "plan.yaml"]
+    code, _, err = run(words, tmp_path, monkeypatch, capsys)
     assert code != 0 and "nemo" in err and "Traceback" not in err
