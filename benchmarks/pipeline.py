@@ -276,7 +276,7 @@ def main() -> int:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     ratios: dict[str, list[float]] = {}
-    folder = Path(os.environ.get("PP_KEEP") or tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp())
     try:
         for name, setting in SETTINGS.items():
             chosen = Setting(**{**to_plain(setting), "turns": warm + turns})
@@ -288,8 +288,9 @@ def main() -> int:
                   f"{figures[f'torch_tokens_per_s_{name}']:,.0f}; median ratio of {len(ratios[name])} pairs "
                   f"{statistics.median(ratios[name]):.4f}", flush=True)
     finally:
-        os.environ.get("PP_KEEP") or shutil.rmtree(folder, ignore_errors=True)
-    return finish("pipeline", figures, {}, lambda figure: draw(figure, ratios))
+        shutil.rmtree(folder, ignore_errors=True)
+    goals = {f"throughput_ratio_{name}": (">=", 1.0) for name in SETTINGS}
+    return finish("pipeline", figures, goals, lambda figure: draw(figure, ratios))
 
 
 def summary(name: str, setting: Setting, times: Mapping[str, list[float]], cpu: Mapping[str, list[float]],
