@@ -191,12 +191,13 @@ class Lab:
             self._relay.kill()
             self._relay.communicate()
             self._relay = None
-        _take_down(self.name)
+        gone = _take_down(self.name)
         for process in self._processes:
             process.wait()
         self._processes.clear()
         if self._lock is not None:
-            (_STATE / f"{self.name}.lock").unlink(missing_ok=True)
+            if gone:  # else the next lab's sweep finds the lock free and goes on
+                (_STATE / f"{self.name}.lock").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
@@ -210,13 +211,14 @@ def sweep() -> list[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or os.fstat(lock.fileno()).st_ino != path.stat().st_ino:
                 continue
-            _take_down(path.stem)
-            path.unlink()
-            cleared.append(path.stem)
+            if _take_down(path.stem):  # else its lock stays, and the next sweep goes on
+                path.unlink()
+                cleared.append(path.stem)
     return cleared
 
 
-def _take_down(name: str) -> None:
+def _take_down(name: str) -> bool:
+    """End and remove whatever bears ``name``; False when a group would not go."""
     spaces = kernel.namespaces(f"{name}-")
     groups = limits.remnants(f"{name}-")
     for _ in range(100):
@@ -231,8 +233,7 @@ def _take_down(name: str) -> None:
         time.sleep(0.02)
     for space in spaces:
         kernel.delete_namespace(space)
-    for group in groups:
-        limits.drop(group)
+    return all([limits.drop(group) for group in groups])
 
 
 def _first_in_line(pid: int) -> None:
