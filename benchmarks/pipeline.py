@@ -44,6 +44,7 @@ from atoll.runtime.capture.stage import Captured, capture
 from atoll.runtime.control import Report
 from atoll.runtime.data.packed import prepare
 from atoll.runtime.driver import drive
+from atoll.runtime.measuring import measure as measure_device
 from atoll.runtime.worker import Crew, Documents, Turn, leave
 from atoll.runtime.worker import main as work
 from atoll.units import Bandwidth
@@ -173,7 +174,7 @@ class TakingTurns:
 
 def worker(gate: str, turn: str, arguments: list[str]) -> int:
     """One of Atoll's processes, as ``python -m atoll.runtime`` is, with the gate."""
-    return work(lambda *given: TakingTurns(assemble(*given), Gate(gate, "atoll"), int(turn)), arguments)
+    return work(lambda *given: TakingTurns(assemble(*given), Gate(gate, "atoll"), int(turn)), measure_device, arguments)
 
 
 def documents(setting: Setting, captured: Captured, folder: Path) -> Documents:

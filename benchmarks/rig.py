@@ -73,22 +73,22 @@ def _written(folder: Path, **documents: Any) -> dict[str, Path]:
     return paths
 
 
-def emulated(job: Job, cluster: Cluster, plan: Plan, folder: Path) -> dict[str, Any]:
+def emulated(job: Job, cluster: Cluster, plan: Plan, folder: Path, run: str = "run") -> dict[str, Any]:
     """``atoll train --json``, all machines as processes; the object that it printed."""
     paths = _written(folder, job=job, cluster=cluster, plan=plan)
     done = subprocess.run([*ATOLL, "train", str(paths["job"]), "--cluster", str(paths["cluster"]), "--plan", str(paths["plan"]),
-                           "--run", str(folder / "run"), "--json"], capture_output=True, text=True, check=False)
+                           "--run", str(folder / run), "--json"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"atoll train ended with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def in_lab(job: Job, cluster: Cluster, plan: Plan, folder: Path) -> dict[str, Any]:
+def in_lab(job: Job, cluster: Cluster, plan: Plan, folder: Path, run: str = "run") -> dict[str, Any]:
     """The same through ``atoll train`` and ``atoll worker``, one network namespace a machine (root); also ``bytes``: what the
     interface counters saw leave into each directed segment."""
     paths = _written(folder, job=job, plan=plan)
     with Lab(cluster) as lab:
-        result = train_in_lab(lab, paths["job"], folder, plan=paths["plan"])
+        result = train_in_lab(lab, paths["job"], folder, plan=paths["plan"], run=run)
         result["bytes"] = {segment: lab.bytes(segment) for segment in lab.network.capacity}
     return result
 

@@ -99,9 +99,7 @@ def full(job: Job, cluster: Cluster, lab: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="atoll-twin-") as folder:
         for number, combo in enumerate(COMBOS):
             own = combo.job(job, STEPS)
-            place = Path(folder) / str(number)
-            place.mkdir()
-            run = (in_lab if lab else emulated)(own, cluster, plan_for(own, cluster, combo), place)
+            run = (in_lab if lab else emulated)(own, cluster, plan_for(own, cluster, combo), Path(folder), f"run-{number}")
             results.append(_row(combo, run["comparison"]))
     return results
 

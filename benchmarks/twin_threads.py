@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.cluster.calibration import Calibration
+from atoll.cluster.calibration import Calibration, Profile
 from atoll.cluster.cluster import Cluster
 from atoll.cluster.network import Network
 from atoll.plan.job import PRECISIONS, Job
@@ -58,13 +58,14 @@ def profiled(job: Job, cluster: Cluster, captured: Captured, samples: int, secon
     batches = RandomTokens(int(job.model.config["vocab_size"]), job.sequence_length)
     shares = sorted(device.speed * cluster.emulation.cpu_share for machine in cluster.machines for device in machine.devices)
     (found,) = profile(captured, PRECISIONS[job.precision], {samples: batches.microbatch("train", 0, 0, samples)},
-                       torch.device("cpu"), seconds, beside=shares[:-1])
+                       torch.device("cpu"), seconds, kind="cpu-core", beside=shares[:-1])
     return found
 
 
 def measured(job: Job, cluster: Cluster, plan: Plan, captured: Captured, calibration: Calibration) -> Comparison:
     """Predict ``plan``, run ``job.steps`` steps of it in threads, and lay one over the other."""
-    prediction = predict(Problem(captured.graph, cluster, PRECISIONS[job.precision], (calibration,)), plan, steps=3)
+    problem = Problem(captured.graph, cluster, PRECISIONS[job.precision], Profile(measured=(calibration,)))
+    prediction = predict(problem, plan, steps=3)
     program = prediction.program
     with tempfile.TemporaryDirectory(prefix="atoll-twin-") as folder:
         worlds = _worlds(job, cluster, plan, captured, program, Path(folder) / "links.bin")

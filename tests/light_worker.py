@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from atoll.cluster.calibration import Calibration
 from atoll.cluster.network import Network
 from atoll.errors import DataError
 from atoll.runtime.clock import Clock
-from atoll.runtime.control import Member, Report
-from atoll.runtime.driver import plan_workers
+from atoll.runtime.control import Measure, Member, Report
 from atoll.runtime.keys import Bundle
 from atoll.runtime.liveness import Timeouts
 from atoll.runtime.transport.links import Links
@@ -32,7 +32,7 @@ class LightCrew:
     def __init__(self, documents: Documents, place: Place, bundle: Bundle, times: Timeouts, clock: Clock, stop: Stop) -> None:
         self.documents, self.name, self.clock, self.stop = documents, place.name, clock, stop
         self.program = (documents.data or {}).get("program", documents.program)
-        workers = plan_workers(documents)
+        workers = documents.plan.workers
         position = workers.index(self.name)
         self.first = position == 0
         self.sends_to = [workers[(position + 1) % len(workers)]]
@@ -77,6 +77,11 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
     return LightCrew(documents, place, bundle, times, clock, stop)
 
 
+def measure(request: Measure, worker: str, stop: Stop) -> tuple[Calibration, ...]:
+    return (Calibration(kind="cpu-core", speed=1.0, graph=worker, precision="fp32", samples=request.sizes[0], operators={},
+                        update_ns_per_element=request.seconds, reduce_ns_per_byte=1.0, launch_ns=1),)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    leave(main(assemble, sys.argv[1:]))
+    leave(main(assemble, measure, sys.argv[1:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +24,23 @@ from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
 from atoll.records import from_plain, parse
 from atoll.runtime.checkpoint.shards import shard_chunks, write_shard
-from atoll.runtime.control import Done, Finish, FromWorker, Gone, Head, Hello, Member, Ready, Report, Start, Welcome
-from atoll.runtime.driver import Began, Came, Evaluated, RunEvent, RunResult, Saved, StepEnded, Waiting, drive
+from atoll.runtime.control import (
+    Assign,
+    Done,
+    Finish,
+    FromWorker,
+    Gone,
+    Head,
+    Hello,
+    Measure,
+    Member,
+    Ready,
+    Report,
+    Start,
+    Welcome,
+)
+from atoll.runtime.driver import RunResult, drive
+from atoll.runtime.events import Began, Came, Evaluated, RunEvent, Saved, StepEnded, Waiting
 from atoll.runtime.handover import Files, pieces, shard_header
 from atoll.runtime.keys import make_run_keys, read_bundle
 from atoll.runtime.liveness import (
@@ -40,6 +57,7 @@ from atoll.runtime.liveness import (
     own_pause,
     timeouts,
 )
+from atoll.runtime.rendezvous import Rendezvous
 from atoll.runtime.worker import Documents, Turn, agenda
 from atoll.runtime.world import Stop, StoppedError
 from atoll.trace.files import read_trace
@@ -238,10 +256,11 @@ class Service:
         thread = threading.Thread(target=lambda: answer.append(member.join(hello, 5 * SECOND)))
         thread.start()
         assert isinstance(self.heard(name), Hello)
-        self.head.send(name, Welcome(documents={"x": 1}, times=self.times, boot="elsewhere"))
+        self.head.send(name, Welcome(times=self.times, boot="elsewhere"))
         thread.join(5)
         assert isinstance(answer[0], Welcome)
-        assert answer[0].documents == {"x": 1}
+        self.head.send(name, Assign(documents={"x": 1}))
+        assert member.order() == Assign(documents={"x": 1})
         return member
 
     def heard(self, name: str) -> FromWorker:
@@ -420,6 +439,42 @@ def test_real_machines_listen_at_their_addresses_and_wait_for_each_other(tmp_pat
     assert result.losses == (1.0,) * 4
     assert [(event.worker, event.machine) for event in events if isinstance(event, Waiting)] == [("b1", "b1")]
     assert others[0].wait(20) == 0
+
+
+@pytest.mark.wire
+def test_all_measure_before_the_plan_and_who_is_not_needed_is_let_go(tmp_path: Path) -> None:
+    first, second, third = free_ports(3)
+    place = cluster(addresses={"a1": f"127.0.0.1:{first}", "a2": f"127.0.0.1:{second}", "b1": f"127.0.0.1:{third}"})
+    others: dict[str, subprocess.Popen[bytes]] = {}
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, Waiting):
+            others[event.worker] = subprocess.Popen([*LIGHT, event.worker, "--keys", event.bundle, "--home", str(tmp_path)])
+
+    papers = documents(tmp_path, job(4), place, workers=("a1", "b1"))
+    with Rendezvous(place, ("a1", "a2", "b1"), "a1", tmp_path, 10 * SECOND, on_event) as rendezvous:
+        rendezvous.open(LIGHT)
+        found = rendezvous.measure(Measure(job={}, cluster={}, sizes=(2,), vocabulary=9, seconds=0.5))
+        assert [(one.graph, one.samples, one.update_ns_per_element) for one in found] == [
+            (name, 2, 0.5) for name in ("a1", "a2", "b1")]
+        result = drive(papers, tmp_path, on_event=on_event, rendezvous=rendezvous)
+        assert result.losses == (1.0,) * 4
+        assert others["a2"].wait(20) == others["b1"].wait(20) == 0
+
+
+@pytest.mark.wire
+def test_who_is_lost_before_there_is_a_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLostError, match=r"^machine b1 was killed \(signal 9, SIGKILL\) while doing nothing yet$"), \
+            Rendezvous(cluster(), ("a1", "b1"), "a1", tmp_path, 10 * SECOND, lambda event: None) as rendezvous:
+        rendezvous.open(LIGHT)
+        while len(rendezvous.joined) < 2:
+            list(rendezvous.turn(None))
+        for _ in range(20):
+            list(rendezvous.turn(None))
+        os.kill(rendezvous.processes.pids()["b1"], signal.SIGKILL)
+        rendezvous.measure(Measure(job={}, cluster={}, sizes=(2,), vocabulary=9, seconds=0.5))
+        while True:
+            list(rendezvous.turn(None))
 
 
 @pytest.mark.wire

@@ -23,7 +23,8 @@ from atoll.records import from_plain
 from atoll.runtime.capture.stage import capture
 from atoll.runtime.data.ledger import prove
 from atoll.runtime.data.packed import Packed, prepare
-from atoll.runtime.driver import Came, RunEvent, RunResult, Saved, StepEnded, Waiting, drive
+from atoll.runtime.driver import RunResult, drive
+from atoll.runtime.events import Came, RunEvent, Saved, StepEnded, Waiting
 from atoll.runtime.launch import find_checkpoint, launch
 
 torch.set_num_threads(1)
@@ -108,8 +109,9 @@ ELSEWHERE = """
 import sys
 from atoll.runtime import worker
 from atoll.runtime.assembly import assemble
+from atoll.runtime.measuring import measure
 worker.boot_mark = lambda: "another system"  # so it takes none of the head's folders for its own
-worker.leave(worker.main(assemble, sys.argv[1:]))
+worker.leave(worker.main(assemble, measure, sys.argv[1:]))
 """
 
 

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from atoll.cluster.calibration import Calibration, OperatorTimes
+from atoll.cluster.calibration import Calibration, OperatorTimes, Profile, merged
 from atoll.cluster.cluster import Cluster, Device, Emulation, Island, Link, Machine
 from atoll.cluster.network import Network
 from atoll.errors import PlanError
@@ -104,13 +104,13 @@ def test_an_emulated_device_has_its_share_of_a_core():
 
 def calibration(samples: int) -> Calibration:
     times = OperatorTimes(forward_ns=500, backward_ns=900, backward_input_ns=600, backward_weight_ns=400)
-    return Calibration(device="cpu-core", graph="toy", precision="fp32", samples=samples, launch_ns=50,
+    return Calibration(kind="cpu-core", speed=1.0, graph="toy", precision="fp32", samples=samples, launch_ns=50,
                        operators={operator.name: times for operator in graph().operators}, update_ns_per_element=3.0,
                        reduce_ns_per_byte=0.25)
 
 
 def test_measured_times_go_before_the_roofline():
-    costs = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32, calibration(2))
+    costs = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32, Profile(measured=(calibration(2),)))
     assert costs.duration_ns("m0", Forward(stage=0, microbatch=0)) == 1050
     assert costs.duration_ns("m1", Forward(stage=1, microbatch=0)) == 2100
     assert costs.duration_ns("m0", Backward(stage=0, microbatch=0)) == 1850
@@ -123,10 +123,30 @@ def test_measured_times_go_before_the_roofline():
 
 
 def test_measured_times_of_another_microbatch_are_not_used():
-    costs = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32, calibration(4))
+    costs = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32, Profile(measured=(calibration(4),)))
     plain = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32)
     forward = Forward(stage=0, microbatch=0)
     assert costs.duration_ns("m0", forward) == plain.duration_ns("m0", forward) != 1050
+
+
+def test_of_several_measured_devices_the_one_most_alike_counts():
+    slow = msgspec.structs.replace(calibration(2), speed=0.5, launch_ns=90)
+    other = msgspec.structs.replace(calibration(2), kind="T4", launch_ns=7)
+    profile = Profile(measured=(calibration(2), slow, other))
+    costs = PlanCosts(graph(), plan(HALVES), cluster(1.0, 0.5), FP32, profile)
+    assert costs.duration_ns("m0", Forward(stage=0, microbatch=0)) == 1000 + 50
+    assert costs.duration_ns("m1", Forward(stage=1, microbatch=0)) == 2 * (1000 + 90)
+    assert profile.of("V100", 1.0, "toy", 2) is None, "nothing measured says anything about a device of another kind"
+
+
+def test_devices_alike_share_the_mean_of_what_was_measured():
+    late = msgspec.structs.replace(calibration(2), launch_ns=70, update_ns_per_element=4.0, operators={
+        name: OperatorTimes(forward_ns=700, backward_ns=900, backward_input_ns=600, backward_weight_ns=400)
+        for name in calibration(2).operators})
+    (mean, alone) = merged([calibration(2), calibration(4), late]).measured
+    assert alone == calibration(4)
+    assert (mean.launch_ns, mean.update_ns_per_element, mean.samples) == (60, 3.5, 2)
+    assert {(times.forward_ns, times.backward_ns) for times in mean.operators.values()} == {(600, 900)}
 
 
 def test_work_besides_compute():

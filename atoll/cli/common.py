@@ -19,6 +19,7 @@ from atoll.plan.job import Job
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from atoll.cluster.calibration import Profile
     from atoll.plan.plan import Plan
     from atoll.planner.times import Problem
 
@@ -26,17 +27,22 @@ __all__ = [
     "ClusterOption",
     "JsonOption",
     "Output",
+    "ProfileOption",
     "check_file",
     "complain",
     "default_cluster",
     "load_documents",
     "load_job",
     "load_plan",
+    "load_profile",
     "printable",
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object and nothing else.")]
 ClusterOption = Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (left out: this machine alone).")]
+
+ProfileOption = Annotated[Path | None, typer.Option(
+    "--profile", help="profile.json of a run, for times measured on these devices (left out: the catalogue's).")]
 
 
 class Output:
@@ -74,6 +80,9 @@ class Output:
         for line in lines:
             self.show(Padding(Text(line), (0, 0, 0, 2)))
 
+    def say(self, line: str) -> None:
+        self.sentences([line])
+
     def finish(self, value: Any) -> None:
         """The one object of ``--json`` (a record or plain values); silent otherwise."""
         if self.as_json:
@@ -107,6 +116,14 @@ def load_documents(job_path: Path, cluster_path: Path | None) -> tuple[Job, Clus
     from atoll.cluster.network import load_cluster
 
     return load_job(job_path), load_cluster(cluster_path) if cluster_path else default_cluster()
+
+
+def load_profile(path: Path | None) -> Profile:
+    """What a run measured (its profile.json); None: nothing."""
+    from atoll.cluster.calibration import Profile
+    from atoll.records import load
+
+    return Profile() if path is None else load(path, Profile)
 
 
 def load_job(path: Path) -> Job:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.common import ClusterOption, JsonOption, Output, check_file, default_cluster, load_job
+from atoll.cli.common import (
+    ClusterOption,
+    JsonOption,
+    Output,
+    ProfileOption,
+    check_file,
+    default_cluster,
+    load_job,
+    load_profile,
+)
 from atoll.graph.graph import Graph
 from atoll.plan.job import Job
 
@@ -25,6 +34,7 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan there (plan.yaml).")] = None,
     seconds: Annotated[float, typer.Option(help="How long to search.", min=0)] = 5.0,
     advice: Annotated[bool, typer.Option(help="Also look for the one change that would help most.")] = True,
+    profile: ProfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run without running it: nothing but Atoll is needed, no torch, no weights, no machine.
@@ -47,7 +57,7 @@ def plan(
     machines = load_cluster(cluster) if cluster else default_cluster()
     output.heading("Cluster")
     output.show(text.cluster_table(machines))
-    problem = problem_of(wanted, machines, graph=graph_of(wanted))
+    problem = problem_of(wanted, machines, load_profile(profile), graph_of(wanted))
     decision = search(problem, wanted, Budget(seconds=seconds))
     found = advise(problem, wanted) if advice else ()
     figures = bill(problem, wanted, decision.prediction)

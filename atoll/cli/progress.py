@@ -11,13 +11,13 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from atoll.plan.job import Job
-from atoll.runtime.driver import Began, Came, Evaluated, RunEvent, Saved, StepEnded, Waiting
+from atoll.runtime.events import Began, Came, Evaluated, RunEvent, Saved, StepEnded, Waiting
 from atoll.units import format_duration
 
 if TYPE_CHECKING:
     from atoll.cli.common import Output
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "sentence_of"]
 
 _PLAIN_LINES = 12
 """Steps reported in a run that no terminal watches."""
@@ -44,17 +44,8 @@ class Progress:
     def note(self, event: RunEvent) -> None:
         if isinstance(event, StepEnded):
             self._step(event)
-        elif isinstance(event, Evaluated):
-            self._say(f"after step {event.step}: validation loss {event.loss:.4f}")
-        elif isinstance(event, Saved):
-            self._say(f"after step {event.step}: checkpoint {event.path}")
-        elif isinstance(event, Waiting):
-            self._say(f"waiting for {event.worker}: copy {event.bundle} to {event.machine} and run there: "
-                      f"atoll worker {event.worker} --cluster cluster.yaml --keys {event.bundle.rpartition('/')[2]}")
-        elif isinstance(event, Came):
-            self._say(f"{event.worker} is here")
-        elif isinstance(event, Began):
-            self._say(f"all are ready; {event.times.sentence()}")
+        else:
+            self._say(sentence_of(event))
 
     def _say(self, text: str) -> None:
         if not self.output.as_json:
@@ -69,3 +60,19 @@ class Progress:
         if not self.console.is_terminal and ((event.step + 1) % self.every == 0 or event.step + 1 == event.total):
             left = (event.total - event.step - 1) * event.duration_ns
             self._say(f"step {event.step + 1}/{event.total}  {figures}  about {format_duration(left)} left")
+
+
+def sentence_of(event: RunEvent) -> str:
+    """What happened, for people."""
+    if isinstance(event, Evaluated):
+        return f"after step {event.step}: validation loss {event.loss:.4f}"
+    if isinstance(event, Saved):
+        return f"after step {event.step}: checkpoint {event.path}"
+    if isinstance(event, Waiting):
+        return (f"waiting for {event.worker}: copy {event.bundle} to {event.machine} and run there: "
+                f"atoll worker {event.worker} --cluster cluster.yaml --keys {event.bundle.rpartition('/')[2]}")
+    if isinstance(event, Came):
+        return f"{event.worker} is here"
+    if isinstance(event, Began):
+        return f"all are ready; {event.times.sentence()}"
+    return type(event).__name__

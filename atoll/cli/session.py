@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.cluster.calibration import Calibration
+from atoll.cluster.calibration import Profile
 from atoll.cluster.cluster import Cluster
-from atoll.errors import CheckpointError, DataError, DocumentError, GraphError, WorkplaceError
+from atoll.errors import CheckpointError, DataError, DocumentError, GraphError, PlanError, WorkplaceError
 from atoll.graph.graph import Graph
 from atoll.plan.job import PRECISIONS, Job
-from atoll.planner.times import Problem
 
 if TYPE_CHECKING:
     from atoll.plan.plan import Plan
     from atoll.runtime.capture.stage import Captured
     from atoll.runtime.data.packed import Packed
+    from atoll.runtime.rendezvous import Rendezvous
 
-__all__ = ["Prepared", "can_profile", "check_folder", "check_port", "choose_folder", "first_look", "head_machine",
-           "prepare_run", "profile_sizes", "this_machine"]
+__all__ = ["Prepared", "check_folder", "check_port", "choose_folder", "first_look", "head_machine", "measure_devices",
+           "one_kind", "prepare_run", "this_machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,6 @@ class Prepared:
     cluster: Cluster
     packed: Packed
     captured: Captured
-    problem: Problem
 
     @property
     def graph(self) -> Graph:
@@ -119,6 +118,8 @@ def first_look(job: Job, cluster: Cluster, plan: Path | None) -> tuple[Plan | No
     from atoll.cli.common import load_plan
     from atoll.cli.plan import graph_of
     from atoll.graph.config import model_config
+    from atoll.planner.explain import overfull
+    from atoll.planner.predict import predict
     from atoll.planner.problem import likely_vocabulary, problem_of, with_vocabulary
     from atoll.planner.search import refuse_impossible
 
@@ -138,7 +139,10 @@ def first_look(job: Job, cluster: Cluster, plan: Path | None) -> tuple[Plan | No
                         f"embeddings; set the model's vocab_size to at least {vocabulary} or use a smaller vocabulary")
     problem = problem_of(likely, cluster, graph=graph)
     if plan is not None:
-        return load_plan(plan, problem, likely)
+        given, notes = load_plan(plan, problem, likely)
+        for sentence in overfull(problem, predict(problem, given)):
+            raise PlanError(f"--plan: it does not fit: {sentence.rstrip('.')}")
+        return given, notes
     refuse_impossible(problem, likely)
     return None, ()
 
@@ -170,13 +174,10 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: str, say: Callable[[str], None],
-                samples: tuple[int, ...] = ()) -> Prepared:
-    """Tokenize, capture, profile this machine (``head``) where that tells about the others too. ``base``: what relative
-    paths of the job count from. ``samples``: the sizes of microbatches to profile (none: those the planner may try)."""
+def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, say: Callable[[str], None]) -> Prepared:
+    """Tokenize and capture. ``base``: what relative paths of the job count from."""
     from atoll.graph.config import model_config
     from atoll.planner.problem import with_vocabulary
-    from atoll.planner.search import microbatches
     from atoll.runtime.capture.stage import capture
     from atoll.runtime.data.packed import prepare
 
@@ -188,20 +189,46 @@ def prepare_run(job: Job, cluster: Cluster, folder: Path, base: Path, *, head: s
     facts = packed.facts
     say(f"data: {facts.train.documents} documents, {facts.train.tokens:,} tokens to train on, "
         f"{facts.validation.tokens:,} held out, vocabulary {packed.tokenizer.size}")
-    precision = PRECISIONS[job.precision]
-    captured = capture(job.model, job.sequence_length, 1, precision.compute)
-    calibrations: tuple[Calibration, ...] = ()
-    if can_profile(cluster):
-        started = time.monotonic()
-        calibrations = profile_sizes(job, captured, packed, cluster, head, samples or tuple(microbatches(job)))
-        say(f"profile: {len(captured.graph.operators)} operators timed on this machine for microbatches of "
-            f"{', '.join(str(found.samples) for found in calibrations)} in {time.monotonic() - started:.1f} s")
-    return Prepared(job=job, cluster=cluster, packed=packed, captured=captured,
-                    problem=Problem(captured.graph, cluster, precision, calibrations))
+    captured = capture(job.model, job.sequence_length, 1, PRECISIONS[job.precision].compute)
+    return Prepared(job=job, cluster=cluster, packed=packed, captured=captured)
 
 
-def can_profile(cluster: Cluster) -> bool:
-    """Whether what is measured on this machine holds for all devices: they are of one kind and differ in speed alone."""
+def measure_devices(prepared: Prepared, head: str, sizes: tuple[int, ...], rendezvous: Rendezvous | None,
+                    say: Callable[[str], None]) -> Profile:
+    """Time the operators of the job's model for microbatches of each of ``sizes``: on every device at the same time, by the
+    workers of ``rendezvous``; those of an emulated cluster (None) on this machine, which plays them all."""
+    from atoll.cluster.calibration import merged
+
+    job, cluster, vocabulary = prepared.job, prepared.cluster, prepared.packed.tokenizer.size
+    started = time.monotonic()
+    if rendezvous is not None:
+        from atoll.records import to_plain
+        from atoll.runtime.control import Measure
+
+        found = rendezvous.measure(Measure(job=to_plain(job), cluster=to_plain(cluster), sizes=sizes, vocabulary=vocabulary,
+                                           seconds=_PROFILE_S))
+        where = f"on {len(rendezvous.workers)} workers at the same time" if len(rendezvous.workers) > 1 else "on this machine"
+    elif one_kind(cluster):
+        from atoll.cluster.network import Network
+        from atoll.runtime.measuring import measure_device
+
+        worker = next(name for name, worker in Network(cluster).workers.items() if worker.machine == head)
+        found = measure_device(job, prepared.captured, cluster, worker, sizes, vocabulary, seconds=_PROFILE_S,
+                               check=lambda: None, beside=_beside(cluster))
+        where = "on this machine"
+    else:
+        say("profile: devices of several kinds are emulated; their times are the catalogue's")
+        return merged(())
+    say(f"profile: {len(prepared.graph.operators)} operators timed {where} for microbatches of "
+        f"{', '.join(map(str, sizes))} in {time.monotonic() - started:.1f} s")
+    return merged(found)
+
+
+_PROFILE_S = 8.0
+
+
+def one_kind(cluster: Cluster) -> bool:
+    """Whether all devices are of one kind and differ in speed alone, so that one core can play them."""
     kinds = [msgspec.structs.replace(device, speed=1.0, count=1, memory=None)
              for machine in cluster.machines for device in machine.devices]
     return all(kind == kinds[0] for kind in kinds)
@@ -214,28 +241,3 @@ def _beside(cluster: Cluster) -> tuple[float, ...]:
     shares = sorted(device.speed * cluster.emulation.cpu_share for machine in cluster.machines
                     for device in machine.devices for _ in range(device.count))
     return tuple(shares[:-1])
-
-
-def profile_sizes(job: Job, captured: Captured, packed: Packed, cluster: Cluster, head: str, sizes: tuple[int, ...],
-                  seconds: float = 8.0) -> tuple[Calibration, ...]:
-    """Profile the first device of machine ``head``, which this is, for microbatches of each of ``sizes``; see
-    ``runtime.profile.profile``."""
-    import torch
-
-    from atoll.cluster.network import Network
-    from atoll.runtime.assembly import device_of, limit_threads
-    from atoll.runtime.data.packed import PackedBatches
-    from atoll.runtime.profile import profile
-
-    network = Network(cluster)
-    worker = next(worker for worker in network.workers.values() if worker.machine == head)
-    threads = torch.get_num_threads()
-    limit_threads(cluster, worker.device)
-    batches = PackedBatches(packed, seed=job.seed, global_batch=job.global_batch, sequence_length=job.sequence_length)
-    try:
-        return profile(captured, PRECISIONS[job.precision],
-                       {samples: batches.microbatch("train", 0, 0, samples) for samples in sizes},
-                       device_of(network, worker.name), seconds, beside=_beside(cluster),
-                       speed=None if cluster.emulation else worker.device.speed)
-    finally:
-        torch.set_num_threads(threads)

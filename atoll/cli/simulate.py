@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.common import JsonOption, Output, check_file, load_documents, load_plan
+from atoll.cli.common import JsonOption, Output, ProfileOption, check_file, load_documents, load_plan, load_profile
 from atoll.cli.plan import graph_of
 
 __all__ = ["simulate_command"]
@@ -21,6 +21,7 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Write the predicted trace there (.jsonl).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline there (.png).")] = None,
     grid: Annotated[bool, typer.Option(help="Print the order of compute as text.")] = False,
+    profile: ProfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one plan: step time, both bubbles, memory per worker, bytes per link, timeline. No torch is needed.
@@ -40,7 +41,7 @@ def simulate_command(
             check_file(path, option)
     wanted, machines = load_documents(job, cluster)
     wanted = with_vocabulary(wanted)
-    problem = problem_of(wanted, machines, graph=graph_of(wanted))
+    problem = problem_of(wanted, machines, load_profile(profile), graph_of(wanted))
     chosen, notes = load_plan(plan, problem, wanted) if plan else (search(problem, wanted).prediction.plan, ())
     output.sentences(notes)
     prediction = predict(problem, chosen, steps=steps)

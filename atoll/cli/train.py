@@ -16,11 +16,14 @@ from atoll.cli.common import JsonOption, Output, load_job, printable
 
 if TYPE_CHECKING:
     from atoll.cli.session import Prepared
+    from atoll.cluster.calibration import Profile
     from atoll.plan.job import Job
     from atoll.plan.plan import Plan
     from atoll.planner.predict import Prediction
+    from atoll.planner.times import Problem
     from atoll.runtime.checkpoint.store import Checkpoint
     from atoll.runtime.driver import RunResult
+    from atoll.runtime.rendezvous import Rendezvous
 
 __all__ = ["train", "worker"]
 
@@ -41,9 +44,21 @@ def train(
 
     Example:  atoll train examples/demo/job.yaml --cluster examples/demo/cluster.yaml
     """
-    from atoll.cli.session import check_folder, check_port, choose_folder, first_look, head_machine, prepare_run, this_machine
+    from atoll.cli.session import (
+        check_folder,
+        check_port,
+        choose_folder,
+        first_look,
+        head_machine,
+        measure_devices,
+        prepare_run,
+        this_machine,
+    )
     from atoll.cluster.network import load_cluster
     from atoll.errors import DocumentError
+    from atoll.plan.job import PRECISIONS
+    from atoll.planner.search import microbatches
+    from atoll.planner.times import Problem
     from atoll.report import text
 
     output = Output(as_json)
@@ -61,42 +76,68 @@ def train(
     output.heading("Job")
     from atoll.runtime.launch import find_checkpoint  # torch, late: a wrong document is refused at once
 
-    prepared = prepare_run(wanted, machines, folder, job.absolute().parent, head=head,
-                           say=lambda line: output.sentences([line]),
-                           samples=() if given is None else (given.microbatch_samples,))
+    say = output.say
+    prepared = prepare_run(wanted, machines, folder, job.absolute().parent, say)
     checkpoint = find_checkpoint(folder, prepared.job, prepared.packed) if resume else None
     if checkpoint is not None and checkpoint.facts.step >= wanted.total_steps:
         raise DocumentError(f"--resume: {folder} has done {checkpoint.facts.step} steps and the job asks for "
                             f"{wanted.total_steps}; raise job.steps to go on, or look at it with: atoll report {folder}")
-    prediction, sentences = _decide(prepared, given, notes, seconds)
-    output.heading("Plan")
-    output.sentences(sentences)
-    output.heading("Prediction")
-    output.show(text.prediction_table(prediction.summary))
-    _keep(folder, prepared, prediction, sentences)
-    result = _run(output, prepared, prediction.plan, folder, head, checkpoint, job.absolute().parent)
+    with _said_in_words(folder, checkpoint), _called(output, prepared, given, folder, head, checkpoint) as rendezvous:
+        sizes = tuple(microbatches(prepared.job)) if given is None else (given.microbatch_samples,)
+        profile = measure_devices(prepared, head, sizes, rendezvous, say)
+        problem = Problem(prepared.graph, machines, PRECISIONS[prepared.job.precision], profile)
+        prediction, sentences = _decide(problem, prepared.job, given, notes, seconds)
+        output.heading("Plan")
+        output.sentences(sentences)
+        output.heading("Prediction")
+        output.show(text.prediction_table(prediction.summary))
+        _keep(folder, prepared, profile, prediction, sentences)
+        result = _run(output, prepared, prediction.plan, folder, head, checkpoint, job.absolute().parent, rendezvous)
     _afterwards(output, folder, prepared, result)
 
 
-def _decide(prepared: Prepared, given: Plan | None, notes: tuple[str, ...],
+@contextlib.contextmanager
+def _called(output: Output, prepared: Prepared, given: Plan | None, folder: Path, head: str,
+            checkpoint: Checkpoint | None) -> Iterator[Rendezvous | None]:
+    """The workers of real machines (of ``given``, else all), called together before anything is planned, so that each can
+    measure its own device; None for an emulated cluster, which is measured here."""
+    from atoll.cli.progress import sentence_of
+    from atoll.cluster.network import Network
+    from atoll.runtime.events import RunEvent
+    from atoll.runtime.launch import METRICS
+    from atoll.runtime.rendezvous import Rendezvous
+
+    if prepared.cluster.emulation is not None:
+        yield None
+        return
+
+    def note(event: RunEvent) -> None:
+        output.say(sentence_of(event))
+
+    workers = tuple(Network(prepared.cluster).workers) if given is None else given.workers
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS).touch()  # empty: a run that has not begun, whose folder may be used again
+    offered = [] if checkpoint is None else [checkpoint.folder]
+    with Rendezvous(prepared.cluster, workers, head, folder, int(prepared.job.max_pause), note, offered) as rendezvous:
+        rendezvous.open()
+        yield rendezvous
+
+
+def _decide(problem: Problem, job: Job, given: Plan | None, notes: tuple[str, ...],
             seconds: float) -> tuple[Prediction, tuple[str, ...]]:
-    from atoll.errors import PlanError
     from atoll.planner.advice import advise
-    from atoll.planner.explain import explain, explain_plan, overfull
+    from atoll.planner.explain import explain, explain_plan
     from atoll.planner.predict import predict
     from atoll.planner.search import Budget, search
 
     if given is not None:
-        prediction = predict(prepared.problem, given, steps=3)
-        for sentence in overfull(prepared.problem, prediction):
-            raise PlanError(f"--plan: it does not fit: {sentence.rstrip('.')}")
-        return prediction, (*notes, *explain_plan(prepared.problem, prediction, chosen=False))
-    decision = search(prepared.problem, prepared.job, Budget(seconds=seconds))
-    return (predict(prepared.problem, decision.prediction.plan, steps=3),
-            explain(prepared.problem, decision, advise(prepared.problem, prepared.job)))
+        prediction = predict(problem, given, steps=3)
+        return prediction, (*notes, *explain_plan(problem, prediction, chosen=False))
+    decision = search(problem, job, Budget(seconds=seconds))
+    return predict(problem, decision.prediction.plan, steps=3), explain(problem, decision, advise(problem, job))
 
 
-def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: tuple[str, ...]) -> None:
+def _keep(folder: Path, prepared: Prepared, profile: Profile, prediction: Prediction, sentences: tuple[str, ...]) -> None:
     """What was wanted, what exists, what was decided and predicted: beside the run."""
     import json
 
@@ -106,6 +147,7 @@ def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: t
     save(folder / "job.yaml", prepared.job)
     save(folder / "cluster.yaml", prepared.cluster)
     save(folder / "plan.yaml", prediction.plan)
+    write_atomically(folder / "profile.json", json.dumps(to_plain(profile)))
     write_atomically(folder / "explain.txt", "\n".join(sentences) + "\n")
     write_atomically(folder / "summary.json", json.dumps(to_plain(prediction.summary), indent=1))
     write_atomically(folder / "predicted.memory.json", json.dumps(
@@ -114,26 +156,40 @@ def _keep(folder: Path, prepared: Prepared, prediction: Prediction, sentences: t
 
 
 def _run(output: Output, prepared: Prepared, plan: Plan, folder: Path, head: str, checkpoint: Checkpoint | None,
-         base: Path) -> RunResult:
+         base: Path, rendezvous: Rendezvous | None) -> RunResult:
     from atoll.cli.progress import Progress
-    from atoll.errors import InterruptError, WorkerLostError, WorkplaceError
     from atoll.runtime.launch import launch
 
     output.heading("Run")
     if checkpoint is not None:
         output.sentences([*checkpoint.notes, f"going on after step {checkpoint.facts.step} of {prepared.job.total_steps}"])
+    with Progress(output, prepared.job) as progress:
+        return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
+                      on_event=progress.note, resume=checkpoint, base=base, rendezvous=rendezvous)
+
+
+@contextlib.contextmanager
+def _said_in_words(folder: Path, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """What ended the run, with what is left of it."""
+    from atoll.errors import InterruptError, PlanError, WorkerLostError, WorkplaceError
+
     try:
-        with _terminated_as_interrupted(), Progress(output, prepared.job) as progress:
-            return launch(prepared.job, prepared.cluster, plan, prepared.graph, prepared.packed, folder, head=head,
-                          on_event=progress.note, resume=checkpoint, base=base)
+        with _terminated_as_interrupted():
+            yield
     except KeyboardInterrupt:
         raise InterruptError(f"interrupted; {_what_is_left(folder)}") from None
-    except WorkplaceError:  # a port that was taken meanwhile, nobody who came
-        if checkpoint is None and not (folder / "logs").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # it has not begun
+    except (PlanError, WorkplaceError):  # a port that was taken meanwhile, nobody who came
+        if checkpoint is None and not _begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     except WorkerLostError as error:
         raise WorkerLostError(f"{error}; {_what_is_left(folder)}") from None
+
+
+def _begun(folder: Path) -> bool:
+    from atoll.runtime.launch import METRICS
+
+    return (folder / METRICS).exists() and (folder / METRICS).stat().st_size > 0
 
 
 def _what_is_left(folder: Path) -> str:
@@ -221,9 +277,10 @@ def worker(
     output, said = Output(as_json), list[str]()
     output.show_text(f"worker {name}: calling the head at {head or bundle.head_address} ...")
     from atoll.runtime.assembly import assemble  # torch, late
+    from atoll.runtime.measuring import measure
     from atoll.runtime.worker import leave, run_worker
 
-    code = run_worker(name, head, keys, assemble, home=home, say=said.append)
+    code = run_worker(name, head, keys, assemble, measure, home=home, say=said.append)
     for sentence in said:
         print(f"atoll: {sentence}", file=sys.stderr)
     output.finish({"worker": name, "exit_code": code, "said": said})

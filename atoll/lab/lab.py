@@ -233,7 +233,8 @@ def _take_down(name: str) -> bool:
         time.sleep(0.02)
     for space in spaces:
         kernel.delete_namespace(space)
-    return all([limits.drop(group) for group in groups])
+    left = [group for group in groups if not limits.drop(group)]
+    return not left
 
 
 def _first_in_line(pid: int) -> None:

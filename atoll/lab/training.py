@@ -24,27 +24,27 @@ _FAREWELL_S = 20.0
 
 def train_in_lab(lab: Lab, job: str | os.PathLike[str], folder: str | os.PathLike[str], *,
                  plan: str | os.PathLike[str] | None = None, head: str | None = None, port: int = 7700,
-                 options: Sequence[str] = (), timeout_s: float = 600.0) -> dict[str, Any]:
+                 run: str = "run", options: Sequence[str] = (), timeout_s: float = 600.0) -> dict[str, Any]:
     """Train ``job`` on the machines of ``lab`` and return what ``atoll train --json`` printed at the end.
 
-    The head (default: the first machine) writes a bundle of keys for every machine that takes part into ``folder``/run/keys;
+    The head (default: the first machine) writes a bundle of keys for every machine that takes part into ``folder``/``run``/keys;
     as soon as one is there its worker is started, as a person would who reads the line that the head prints. What they
-    say goes to ``folder``/MACHINE.log. ``options``: more of them for ``atoll train``.
+    say goes to ``folder``/MACHINE.log; what they pack of the data stays in ``folder`` for the next run. ``options``: more of them for ``atoll train``.
     Raises ``LabError`` with the last line of whoever failed first, or when ``timeout_s`` have passed.
     """
     base = Path(folder)
     base.mkdir(parents=True, exist_ok=True)
     head = head or lab.layout.machines[0]
-    run, document = base / "run", base / "cluster.yaml"
+    place, document = base / run, base / "cluster.yaml"
     records.save(document, lab.addressed(port))
-    command = [*ATOLL, "train", str(job), "--cluster", str(document), "--run", str(run), "--machine", head, "--json", *options]
+    command = [*ATOLL, "train", str(job), "--cluster", str(document), "--run", str(place), "--machine", head, "--json", *options]
     if plan is not None:
         command += ["--plan", str(plan)]
     processes = {head: _start(lab, head, command, base)}
     deadline = time.monotonic() + timeout_s
     while processes[head].poll() is None:
         for machine in lab.layout.machines:
-            keys = run / "keys" / f"{machine}.pem"
+            keys = place / "keys" / f"{machine}.pem"
             if machine not in processes and keys.exists():
                 processes[machine] = _start(lab, machine, [
                     *ATOLL, "worker", machine, "--cluster", str(document), "--keys", str(keys), "--home", str(base / machine)],

@@ -40,3 +40,8 @@ class Plan(Record):
     bucket_bytes: Positive
     collective: str
     native: bool
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All that take part, in the order of replicas and stages."""
+        return tuple(dict.fromkeys(stage.worker for replica in self.replicas for stage in replica.stages))

@@ -42,12 +42,11 @@ def advise(problem: Problem, job: Job, seconds: float = 4.0, clock: Callable[[],
     before = drafts[0].estimate_ns
     chosen = [*drafts[:_BEST], *one_of_each(drafts[_BEST:], drafts[:_BEST])]
     known = list(dict.fromkeys(tuple(draft.ranks for draft in candidate.replicas) for candidate in chosen))
-    calibrations = tuple(problem.calibrations.values())
     found = []
     for change, cluster, of_memory in _changes(problem.cluster):
         if clock() > ends:
             break
-        changed = Problem(problem.graph, cluster, problem.precision, calibrations, problem.memory_share)
+        changed = Problem(problem.graph, cluster, problem.precision, problem.profile, problem.memory_share)
         after, _, _ = draft_candidates(changed, job, among=None if of_memory else known)
         if after and before / after[0].estimate_ns > 1.01:
             found.append(Advice(change=change, gain=before / after[0].estimate_ns - 1))

@@ -36,7 +36,7 @@ def predict(problem: Problem, plan: Plan, steps: int = 2) -> Prediction:
     """Simulate ``steps`` steps of ``plan``. Raises ``PlanError`` when the plan does not cover the graph."""
     program = program_of(problem, plan)
     costs = PlanCosts(graph=problem.graph, plan=plan, cluster=problem.cluster, precision=problem.precision,
-                      calibration=problem.calibration(plan.microbatch_samples))
+                      profile=problem.profile)
     simulation = simulate(program, costs, problem.network, steps=steps)
     return Prediction(plan=plan, program=program, simulation=simulation, summary=summarise(program, simulation, costs,
                                                                                            problem.network))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.cluster.calibration import Calibration
+from atoll.cluster.calibration import Profile
 from atoll.cluster.cluster import Cluster
 from atoll.errors import DocumentError, GraphError
 from atoll.graph.build import build_graph, model_name
@@ -20,14 +20,14 @@ from atoll.policies.data.spec import SMALLEST_VOCABULARY
 __all__ = ["likely_vocabulary", "longest_sequence", "named_model", "problem_of", "with_vocabulary"]
 
 
-def problem_of(job: Job, cluster: Cluster, calibrations: tuple[Calibration, ...] = (), graph: Graph | None = None) -> Problem:
+def problem_of(job: Job, cluster: Cluster, profile: Profile | None = None, graph: Graph | None = None) -> Problem:
     """``graph``: needed for a user's own module, which only capture can read. Raises ``GraphError`` without it."""
     precision = PRECISIONS[job.precision]
     graph = graph or build_graph(job.model, job.sequence_length, precision.compute)
     if graph is None:
         raise GraphError(f"model {model_name(job.model)}: only capture can read it (a module of your own, or an option that is "
                          "not written down for its family): hand over the captured graph")
-    return Problem(graph, cluster, precision, calibrations)
+    return Problem(graph, cluster, precision, profile)
 
 
 def likely_vocabulary(job: Job) -> int | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
-from atoll.cluster.calibration import Calibration
+from atoll.cluster.calibration import Profile
 from atoll.cluster.cluster import Cluster
 from atoll.cluster.network import Network
 from atoll.graph.graph import DTYPE_BYTES, Graph, GraphIndex
@@ -49,9 +49,9 @@ class Problem:
     """
 
     def __init__(self, graph: Graph, cluster: Cluster, precision: Precision,
-                 calibrations: tuple[Calibration, ...] = (), memory_share: float = 0.92) -> None:
+                 profile: Profile | None = None, memory_share: float = 0.92) -> None:
         self.graph, self.cluster, self.precision = graph, cluster, precision
-        self.calibrations = {calibration.samples: calibration for calibration in calibrations}
+        self.profile = profile or Profile()
         self.index = GraphIndex(graph)
         self.network = Network(cluster)
         self.memory_share = memory_share
@@ -64,14 +64,12 @@ class Problem:
         self._busy: dict[tuple[float, int], list[float]] = {}
         self._rates: dict[tuple[str, str], float] = {}
 
-    def calibration(self, samples: int) -> Calibration | None:
-        return self.calibrations.get(samples)
-
     def ranges(self, worker: str, samples: int) -> RangeCosts:
         view = self.devices[worker]
         key = (view, samples)
         if key not in self._ranges:
-            times = operator_times(self.graph, view, self.precision, samples, self.calibration(samples))
+            measured = self.profile.of(view.kind, view.speed, self.graph.name, samples)
+            times = operator_times(self.graph, view, self.precision, samples, measured)
             self._ranges[key] = RangeCosts(forward_ns=(0, *accumulate(time.forward_ns for time in times)),
                                            backward_ns=(0, *accumulate(time.backward_ns for time in times)))
         return self._ranges[key]

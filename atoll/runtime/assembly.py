@@ -30,7 +30,6 @@ from atoll.runtime.clock import Clock
 from atoll.runtime.control import Member, Report
 from atoll.runtime.data.packed import PackedBatches, PackedFacts, compare, open_packed, prepare
 from atoll.runtime.data.tokenizer import load_tokenizer
-from atoll.runtime.driver import LINKS_FILE, plan_workers
 from atoll.runtime.engine import Engine
 from atoll.runtime.handover import pieces, shard_header, write_file
 from atoll.runtime.heap import freeze_objects, keep_heap
@@ -38,6 +37,7 @@ from atoll.runtime.kernels.optimizers import optimizer
 from atoll.runtime.keys import Bundle
 from atoll.runtime.liveness import Timeouts
 from atoll.runtime.pace import EmulatedPace
+from atoll.runtime.rendezvous import LINKS_FILE
 from atoll.runtime.state import ParameterStore
 from atoll.runtime.transport.links import Links
 from atoll.runtime.worker import Documents, Place, Turn
@@ -171,7 +171,7 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
               for stage in replica.stages_of(name)}
     part = train.part(name)
     buckets = [bucket for bucket in train.buckets if bucket.index in part.buckets]
-    links = Links(name, plan_workers(documents), network, documents.head, bundle, stop, times,
+    links = Links(name, documents.plan.workers, network, documents.head, bundle, stop, times,
                   buckets=None if emulation is None else Path(documents.run) / LINKS_FILE,
                   max_message_bytes=_largest_message(programs, name), device=device)
     folder = Path(place.home) / CHECKPOINTS

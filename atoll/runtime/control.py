@@ -1,7 +1,7 @@
 """The head's control service and a worker's side of it: one stream a worker over mutual TLS, small JSON records.
 
-    worker -> head   Hello, Ready, Beat, Report, Trouble, Done
-    head -> worker   Welcome, Start, Pulse, Abort, Finish
+    worker -> head   Hello, Measured, Ready, Beat, Report, Trouble, Done
+    head -> worker   Welcome, Measure, Assign, Start, Pulse, Abort, Finish
 
 The head answers every ``Beat`` with a ``Pulse``, so each side hears the other at the same rhythm and the worker learns the
 offset between the two clocks (NTP, Mills 1991: the exchange with the shortest round trip counts). A stream that ends is
@@ -10,6 +10,7 @@ seen at once on both sides. The head never waits for workers between steps; it o
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
+from atoll.cluster.calibration import Calibration
 from atoll.errors import AtollError, CheckpointError, WorkerLostError, WorkplaceError
 from atoll.runtime.handover import Files
 from atoll.runtime.keys import Bundle
@@ -29,8 +31,8 @@ from atoll.runtime.world import Stop
 from atoll.trace.span import Span
 from atoll.units import format_duration
 
-__all__ = ["Abort", "Beat", "Done", "Finish", "FromWorker", "Gone", "Head", "Hello", "Member", "Ready", "Report", "Start",
-           "Trouble", "Welcome", "boot_mark"]
+__all__ = ["Abort", "Assign", "Beat", "Done", "Finish", "FromHead", "FromWorker", "Gone", "Head", "Hello", "Measure",
+           "Measured", "Member", "Ready", "Report", "Start", "Trouble", "Welcome", "boot_mark"]
 
 _SERVICE = "atoll.control"
 _MESSAGE_BYTES = 256 << 20
@@ -57,6 +59,12 @@ class Ready(_Said):
     store_port: int
     program: str
     card: str
+
+
+class Measured(_Said):
+    """What the worker's device needs for each of the sizes asked for."""
+
+    found: tuple[Calibration, ...]
 
 
 class Beat(_Said):
@@ -93,11 +101,27 @@ class Done(_Said):
 
 
 class Welcome(_Said):
-    """``documents``: what the worker builds its part from. ``boot``: mark of the head's running system."""
+    """``boot``: mark of the head's running system."""
 
-    documents: Any
     times: Timeouts
     boot: str
+
+
+class Measure(_Said):
+    """Measure your device. ``job`` and ``cluster``: documents; ``sizes``: samples of the microbatches to time; ``vocabulary``:
+    of the tokens to time them with."""
+
+    job: Any
+    cluster: Any
+    sizes: tuple[int, ...]
+    vocabulary: int
+    seconds: float
+
+
+class Assign(_Said):
+    """``documents``: what the worker builds its part from."""
+
+    documents: Any
 
 
 class Start(_Said):
@@ -120,16 +144,17 @@ class Abort(_Said):
 
 
 class Finish(_Said):
-    """Everybody is done: close."""
+    """Everybody is done, or the plan does without this worker: close."""
 
 
 class Gone(_Said):
     """Not sent: the head's own note that a worker's stream ended."""
 
 
-FromWorker = Hello | Ready | Beat | Report | Trouble | Done | Gone
-_FROM_WORKER = msgspec.json.Decoder(Hello | Ready | Beat | Report | Trouble | Done)
-_FROM_HEAD = msgspec.json.Decoder(Welcome | Start | Pulse | Abort | Finish)
+FromWorker = Hello | Measured | Ready | Beat | Report | Trouble | Done | Gone
+FromHead = Welcome | Measure | Assign | Start | Pulse | Abort | Finish
+_FROM_WORKER = msgspec.json.Decoder(Hello | Measured | Ready | Beat | Report | Trouble | Done)
+_FROM_HEAD: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
 T = TypeVar("T")
 
 
@@ -249,7 +274,7 @@ class Member:
         self.name, self.offset_ns = name, 0
         self._bundle, self._address, self._stop = bundle, head_address, stop
         self._outbox: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
-        self._heard: queue.SimpleQueue[Welcome | Start | Finish] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[FromHead] = queue.SimpleQueue()
         self._last_heard_ns = time.monotonic_ns()
         self._shortest_ns = 1 << 62
         self._same_clock = False
@@ -272,7 +297,7 @@ class Member:
         self._outbox.put(hello)
         call = self._channel.stream_stream(f"/{_SERVICE}/join")(self._outgoing(), metadata=tuple(rpc.metadata(self.name)))
         threading.Thread(target=self._listen, args=(call,), name="control", daemon=True).start()
-        welcome = self._await(Welcome, patience_ns, "the documents of the run")
+        welcome = self._await(Welcome, patience_ns, "a word of welcome")
         self._times = welcome.times
         self._same_clock = bool(welcome.boot) and welcome.boot == boot_mark()
         return welcome
@@ -282,6 +307,20 @@ class Member:
         assert self._times is not None, "join first"
         self._doing = doing
         threading.Thread(target=self._beat, args=(doing, self._times), name="heartbeat", daemon=True).start()
+
+    def order(self) -> Measure | Assign | None:
+        """What the head wants next, however long it plans (its silence is seen by the heartbeat); None: it does without this
+        worker. Raises ``StoppedError``."""
+        while not self.finished.is_set():
+            self._stop.check()
+            with contextlib.suppress(queue.Empty):
+                message = self._heard.get(timeout=_POLL_S)
+                if isinstance(message, Measure | Assign):
+                    return message
+        return None
+
+    def measured(self, found: tuple[Calibration, ...]) -> None:
+        self._outbox.put(Measured(found=found))
 
     def start(self, ready: Ready) -> Start:
         """Say that all is built and wait until it is for everybody. Raises ``StoppedError``."""
@@ -369,7 +408,7 @@ class Member:
         self._stop.set(reason)
         self.ended.set()
 
-    def _take(self, message: Welcome | Start | Pulse | Abort | Finish, now_ns: int) -> None:
+    def _take(self, message: FromHead, now_ns: int) -> None:
         self._last_heard_ns = now_ns
         if isinstance(message, Pulse):
             round_trip_ns = now_ns - message.echo_ns

@@ -26,7 +26,9 @@ from atoll.runtime.checkpoint.store import Checkpoint, Facts, clean, finish, job
 from atoll.runtime.checkpoint.trained import CHECKPOINTS, TOKENIZER
 from atoll.runtime.data.ledger import Ledger
 from atoll.runtime.data.packed import Packed, PackedBatches
-from atoll.runtime.driver import Evaluated, RunEvent, RunResult, StepEnded, drive
+from atoll.runtime.driver import RunResult, drive
+from atoll.runtime.events import Evaluated, RunEvent, StepEnded
+from atoll.runtime.rendezvous import COMMAND, Rendezvous
 from atoll.runtime.worker import Documents
 
 __all__ = ["LEDGER", "METRICS", "find_checkpoint", "launch"]
@@ -45,10 +47,11 @@ def find_checkpoint(folder: Path, job: Job, packed: Packed) -> Checkpoint:
 
 def launch(job: Job, cluster: Cluster, plan: Plan, graph: Graph, packed: Packed, folder: Path, *, head: str,
            on_event: Callable[[RunEvent], None], resume: Checkpoint | None = None, base: Path = Path(),
-           command: Sequence[str] | None = None) -> RunResult:
+           command: Sequence[str] = COMMAND, rendezvous: Rendezvous | None = None) -> RunResult:
     """Run ``job`` on ``cluster`` as ``plan`` says, from the start or from ``resume``, and return what came of it.
 
-    ``head``: the machine this is (any machine of an emulated cluster). Raises as ``drive`` does.
+    ``head``: the machine this is (any machine of an emulated cluster). ``rendezvous``: see ``drive``, which also says what is
+    raised.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.absolute()
@@ -67,8 +70,7 @@ def launch(job: Job, cluster: Cluster, plan: Plan, graph: Graph, packed: Packed,
         on_event(event)
 
     try:
-        more = {} if command is None else {"command": command}
-        return drive(documents, folder, on_event=heard, commit=books.commit, **more)  # type: ignore[arg-type]
+        return drive(documents, folder, on_event=heard, commit=books.commit, command=command, rendezvous=rendezvous)
     finally:
         books.close()
 

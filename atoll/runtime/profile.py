@@ -62,13 +62,15 @@ def pieces(graph: Graph) -> tuple[int, ...]:
 
 
 def profile(captured: Captured, precision: Precision, batches: Mapping[int, dict[str, torch.Tensor]], device: torch.device,
-            seconds: float = 8.0, *, beside: Sequence[float] = (), speed: float | None = None) -> tuple[Calibration, ...]:
+            seconds: float = 8.0, *, kind: str, check: Callable[[], None] = lambda: None, beside: Sequence[float] = (),
+            speed: float | None = None) -> tuple[Calibration, ...]:
     """Measure every microbatch size of ``batches`` (samples -> the model's inputs for as many), smallest first, for about
     ``seconds`` in all, but at least two sizes; those for which no time is left are continued in a straight line.
 
-    ``beside``: shares of a core that emulated devices besides this one keep busy; each is played by a thread meanwhile.
-    ``speed``: that the cluster says this device has; what is returned is for speed 1.0. None: the device is emulated, and
-    one core of this computer has speed 1.0.
+    ``kind``: of this device, by the catalogue. ``beside``: shares of a core that emulated devices besides this one keep
+    busy; each is played by a thread meanwhile. ``speed``: that the cluster says this device has; what is returned is for
+    speed 1.0. None: the device is emulated, and one core of this computer has speed 1.0.
+    ``check``: called between rounds; what it raises ends the profile.
     All weights must fit this device's memory once (without optimizer state).
     """
     keep_heap()
@@ -81,9 +83,10 @@ def profile(captured: Captured, precision: Precision, batches: Mapping[int, dict
             first, second = found[-2:]
             found.append(first.continued(second, sizes[number - 2], sizes[number - 1], samples))
         else:
-            found.append(bench.measure(batches[samples], left, beside))
+            found.append(bench.measure(batches[samples], left, beside, check))
     scale = 1.0 if speed is None else speed * bench.slowness
-    return tuple(bench.calibration(samples, times, scale) for samples, times in zip(sizes, found, strict=True))
+    return tuple(bench.calibration(samples, times, scale, kind, speed or 1.0)
+                 for samples, times in zip(sizes, found, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,8 @@ class _Bench:
         """Time that passed for each second of the clock: 2 on a core of which this process gets half."""
         return self._passed / max(1, self._worked)
 
-    def measure(self, batch: dict[str, torch.Tensor], seconds: float, beside: Sequence[float]) -> _Times:
+    def measure(self, batch: dict[str, torch.Tensor], seconds: float, beside: Sequence[float],
+                check: Callable[[], None]) -> _Times:
         """At least three rounds, the first to warm up."""
         known = _values(self._chain, batch)
         for piece in self._chain:
@@ -131,6 +135,7 @@ class _Bench:
             started = time.monotonic()
             rounds, least = 0, 0.0
             while rounds < 3 or (time.monotonic() - started < 0.6 * seconds and rounds < 50):
+                check()
                 passed, worked = time.perf_counter_ns(), self._clock()
                 _round(self._chain, self._graph, batch, self._clock, keep=rounds > 0)
                 self._fixed.measure()
@@ -182,13 +187,13 @@ class _Bench:
                 second.append(other / max(1, both))
         return statistics.median(first), statistics.median(second)
 
-    def calibration(self, samples: int, times: _Times, scale: float) -> Calibration:
+    def calibration(self, samples: int, times: _Times, scale: float, kind: str, speed: float) -> Calibration:
         operators: dict[str, OperatorTimes] = {}
         for piece in self._chain:
             measured = [scale * value for value in times.by_signature[self._signature(piece)]]
             operators.update(_share_out(self._graph.operators[piece.low:piece.high], measured))
         fixed = self._fixed
-        return Calibration(device=self._device.type, graph=self._graph.name, precision=self._precision.compute,
+        return Calibration(kind=kind, speed=speed, graph=self._graph.name, precision=self._precision.compute,
                            samples=samples, operators=operators,
                            update_ns_per_element=scale * fixed.update_ns_per_element,
                            reduce_ns_per_byte=scale * fixed.reduce_ns_per_byte,

@@ -20,13 +20,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from atoll.cluster.calibration import Calibration
 from atoll.cluster.cluster import Cluster
 from atoll.errors import AtollError, ProgramError, WorkerLostError
 from atoll.plan.job import Job
 from atoll.plan.plan import Plan
 from atoll.records import Record, from_plain
 from atoll.runtime.clock import Clock
-from atoll.runtime.control import Hello, Member, Ready, Report, Start, boot_mark
+from atoll.runtime.control import Assign, Hello, Measure, Member, Ready, Report, Start, boot_mark
 from atoll.runtime.keys import Bundle, read_bundle
 from atoll.runtime.liveness import Timeouts
 from atoll.runtime.world import Channel, Stop, StoppedError
@@ -131,10 +132,12 @@ class Place(Record):
 
 
 Assemble = Callable[[Documents, Place, Bundle, Timeouts, Clock, Stop, Member], Crew]
+MeasureDevice = Callable[[Measure, str, Stop], tuple[Calibration, ...]]
+"""(what the head wants to know, the worker's name, what ends it) -> what its device needs."""
 
 
-def run_worker(name: str, head_address: str, bundle_path: str | os.PathLike[str], assemble: Assemble, *,
-               home: str | os.PathLike[str] = ".", patience_ns: int = PATIENCE_NS,
+def run_worker(name: str, head_address: str, bundle_path: str | os.PathLike[str], assemble: Assemble,
+               measure: MeasureDevice, *, home: str | os.PathLike[str] = ".", patience_ns: int = PATIENCE_NS,
                say: Callable[[str], None] = print) -> int:
     """Take part in a run as worker ``name``; returns the exit code. What went wrong is said in one sentence.
 
@@ -157,14 +160,14 @@ def run_worker(name: str, head_address: str, bundle_path: str | os.PathLike[str]
         except AtollError as error:
             report(error)
             return error.exit_code
-        return _take_part(member, bundle, assemble, stop, home, patience_ns, report)
+        return _take_part(member, bundle, assemble, measure, stop, home, patience_ns, report)
     finally:
         if member is not None:
             member.close()
 
 
-def _take_part(member: Member, bundle: Bundle, assemble: Assemble, stop: Stop, home: str | os.PathLike[str],
-               patience_ns: int, report: Callable[[Exception], None]) -> int:
+def _take_part(member: Member, bundle: Bundle, assemble: Assemble, measure: MeasureDevice, stop: Stop,
+               home: str | os.PathLike[str], patience_ns: int, report: Callable[[Exception], None]) -> int:
     """Returns the exit code. What went wrong is told to the head and reported before anything is closed: closing may be
     cut short."""
     current = _Current()
@@ -173,11 +176,14 @@ def _take_part(member: Member, bundle: Bundle, assemble: Assemble, stop: Stop, h
         boot = boot_mark()
         welcome = member.join(Hello(incarnation=uuid.uuid4().hex, facts=_facts(boot)), patience_ns)
         times = welcome.times
-        documents = from_plain(welcome.documents, Documents, source="documents of the head")
+        member.beat(current.doing)
+        assigned = _obey(member, measure, current, stop)
+        if assigned is None:
+            return 0
+        documents = from_plain(assigned.documents, Documents, source="documents of the head")
         shared = bool(boot) and welcome.boot == boot
         place = Place(name=member.name, home=documents.run if shared else str(Path(home).absolute()), shared=shared)
         clock = Clock()
-        member.beat(current.doing)
         current.crew = assemble(documents, place, bundle, times, clock, stop, member)
         _run(current, documents, member, clock, stop)
         return 0
@@ -196,6 +202,16 @@ def _take_part(member: Member, bundle: Bundle, assemble: Assemble, stop: Stop, h
     finally:
         if current.crew is not None and times is not None:
             _close(current.crew, times, stop)
+
+
+def _obey(member: Member, measure: MeasureDevice, current: _Current, stop: Stop) -> Assign | None:
+    """Do what the head asks for until it assigns a part of the run (None: it does without this worker)."""
+    while isinstance(order := member.order(), Measure):
+        current.before = "the measuring of its device"
+        member.measured(measure(order, member.name, stop))
+        current.before = "nothing until the plan is made"
+    current.before = "the building of its part"
+    return order
 
 
 def _run(current: _Current, documents: Documents, member: Member, clock: Clock, stop: Stop) -> None:
@@ -221,12 +237,13 @@ class _Current:
     """What the heartbeat says; written by the main thread, read by the heartbeat's."""
 
     def __init__(self) -> None:
+        self.before = "nothing yet"
         self.turn: Turn | None = None
         self.crew: Crew | None = None
 
     def doing(self) -> str:
         if self.crew is None:
-            return "the building of its part"
+            return self.before
         if self.turn is None:
             return "the meeting of its peers"
         place = f"step {self.turn.step}" if self.turn.kind == "train" else f"{self.turn.kind} after {self.turn.step} steps"
@@ -273,7 +290,7 @@ def _facts(boot: str) -> dict[str, str | int | float | bool]:
     return facts
 
 
-def main(assemble: Assemble, arguments: Sequence[str] | None = None) -> int:
+def main(assemble: Assemble, measure: MeasureDevice, arguments: Sequence[str] | None = None) -> int:
     """``python -m atoll.runtime NAME --head HOST:PORT --keys BUNDLE``: what the driver starts."""
     parser = argparse.ArgumentParser(description="One worker of a run; started by the driver or by `atoll worker`.")
     parser.add_argument("name", help="the worker's name in the cluster")
@@ -284,7 +301,7 @@ def main(assemble: Assemble, arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the head as well, which ends the run in order
-    return run_worker(options.name, options.head, options.keys, assemble, home=options.home,
+    return run_worker(options.name, options.head, options.keys, assemble, measure, home=options.home,
                       patience_ns=round(options.patience * 1e9))
 
 

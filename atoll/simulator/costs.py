@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from atoll.cluster.calibration import Calibration
+from atoll.cluster.calibration import Calibration, Profile
 from atoll.cluster.cluster import Cluster
 from atoll.cluster.network import workers
 from atoll.errors import PlanError
@@ -66,6 +66,7 @@ class _Part:
     """What one worker is and holds. ``times``: by stage, ns of forward, backward and the two halves, launch included."""
 
     view: DeviceView
+    measured: Calibration | None
     launch_ns: int
     disk_bytes_per_s: int
     elements: int
@@ -75,17 +76,16 @@ class _Part:
 
 
 class PlanCosts:
-    """Costs of ``plan``'s program (``CostModel``). ``calibration``: measured times; it is used when it is of this graph and
-    microbatch size.
+    """Costs of ``plan``'s program (``CostModel``). ``profile``: measured times, used where they are of this graph,
+    microbatch size and kind of device.
 
     Raises ``PlanError`` when the plan does not cover the graph or names a worker that the cluster lacks.
     """
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, precision: Precision,
-                 calibration: Calibration | None = None) -> None:
+                 profile: Profile | None = None) -> None:
         self.graph, self.precision, self.samples = graph, precision, plan.microbatch_samples
-        fits = calibration is not None and calibration.graph == graph.name and calibration.samples == self.samples
-        self._calibration = calibration if fits else None
+        self._profile = profile or Profile()
         self._layout = Layout.of(plan, graph)
         self._stage_times: dict[tuple[DeviceView, int, int], tuple[int, int, int, int]] = {}
         disks = {machine.name: int(machine.disk_bandwidth or DISK_BYTES_PER_S) for machine in cluster.machines}
@@ -100,19 +100,21 @@ class PlanCosts:
     def _part(self, name: str, view: DeviceView, disk_bytes_per_s: int) -> _Part:
         replica = self._layout.replica(name)
         stages = replica.stages_of(name)
-        launch_ns = self._calibration.launch_ns if self._calibration else view.launch_ns
-        launch_ns = round(launch_ns / view.speed)
+        measured = self._profile.of(view.kind, view.speed, self.graph.name, self.samples)
+        launch_ns = round((measured.launch_ns if measured else view.launch_ns) / view.speed)
         elements = {parameter.name: parameter.elements for stage in stages
                     for parameter in self._layout.index.parameters_of(replica.cuts[stage], replica.cuts[stage + 1])}
-        return _Part(view=view, launch_ns=launch_ns, disk_bytes_per_s=disk_bytes_per_s, elements=sum(elements.values()),
-                     times={stage: self._times(view, replica.cuts[stage], replica.cuts[stage + 1], launch_ns)
-                            for stage in stages},
+        return _Part(view=view, measured=measured, launch_ns=launch_ns, disk_bytes_per_s=disk_bytes_per_s,
+                     elements=sum(elements.values()), times={
+                         stage: self._times(view, measured, (replica.cuts[stage], replica.cuts[stage + 1]), launch_ns)
+                         for stage in stages},
                      sizes=self._sizes(replica, stages), resident=self._resident(replica, stages, sum(elements.values())))
 
-    def _times(self, view: DeviceView, low: int, high: int, launch_ns: int) -> tuple[int, int, int, int]:
-        key = (view, low, high)
+    def _times(self, view: DeviceView, measured: Calibration | None, between: tuple[int, int],
+               launch_ns: int) -> tuple[int, int, int, int]:
+        key = (view, *between)
         if key not in self._stage_times:
-            times = operator_times(self.graph, view, self.precision, self.samples, self._calibration, (low, high))
+            times = operator_times(self.graph, view, self.precision, self.samples, measured, between)
             self._stage_times[key] = (sum(time.forward_ns for time in times), sum(time.backward_ns for time in times),
                                       sum(time.backward_input_ns for time in times),
                                       sum(time.backward_weight_ns for time in times))
@@ -167,7 +169,7 @@ class PlanCosts:
         return part.launch_ns + self._other_ns(part, instruction)
 
     def _other_ns(self, part: _Part, instruction: Instruction) -> int:
-        view, measured = part.view, self._calibration
+        view, measured = part.view, part.measured
         bytes_per_ns = view.memory_bytes_per_s * view.speed / 1e9
         master = DTYPE_BYTES[self.precision.master]
         if isinstance(instruction, Update):
