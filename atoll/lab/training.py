@@ -27,9 +27,10 @@ def train_in_lab(lab: Lab, job: str | os.PathLike[str], folder: str | os.PathLik
                  run: str = "run", options: Sequence[str] = (), timeout_s: float = 600.0) -> dict[str, Any]:
     """Train ``job`` on the machines of ``lab`` and return what ``atoll train --json`` printed at the end.
 
-    The head (default: the first machine) writes a bundle of keys for every machine that takes part into ``folder``/``run``/keys;
-    as soon as one is there its worker is started, as a person would who reads the line that the head prints. What they
-    say goes to ``folder``/MACHINE.log; what they pack of the data stays in ``folder`` for the next run. ``options``: more of them for ``atoll train``.
+    The head (default: the first machine) writes a bundle of keys for every machine that takes part into
+    ``folder``/``run``/keys; as soon as one is there its worker is started, as a person would who reads the line that the
+    head prints. What they say goes to ``folder``/MACHINE.log; what they pack of the data stays in ``folder`` for the next
+    run. ``options``: more of them for ``atoll train``.
     Raises ``LabError`` with the last line of whoever failed first, or when ``timeout_s`` have passed.
     """
     base = Path(folder)
@@ -37,7 +38,8 @@ def train_in_lab(lab: Lab, job: str | os.PathLike[str], folder: str | os.PathLik
     head = head or lab.layout.machines[0]
     place, document = base / run, base / "cluster.yaml"
     records.save(document, lab.addressed(port))
-    command = [*ATOLL, "train", str(job), "--cluster", str(document), "--run", str(place), "--machine", head, "--json", *options]
+    command = [*ATOLL, "train", str(job), "--cluster", str(document), "--run", str(place), "--machine", head, "--json",
+               *options]
     if plan is not None:
         command += ["--plan", str(plan)]
     processes = {head: _start(lab, head, command, base)}
