@@ -69,8 +69,8 @@ def sentence_of(event: RunEvent) -> str:
     if isinstance(event, Saved):
         return f"after step {event.step}: checkpoint {event.path}"
     if isinstance(event, Waiting):
-        return (f"waiting for {event.worker}: copy {event.bundle} to {event.machine} and run there: "
-                f"atoll worker {event.worker} --cluster cluster.yaml --keys {event.bundle.rpartition('/')[2]}")
+        return (f"waiting for {event.worker}: copy {event.bundle} to {event.machine} and run there, beside it: "
+                f"atoll worker {event.worker} --cluster cluster.yaml")
     if isinstance(event, Came):
         return f"{event.worker} is here"
     if isinstance(event, Began):

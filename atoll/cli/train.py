@@ -257,21 +257,23 @@ def _as_plain(folder: Path, result: RunResult, comparison: Any, sample: str | No
 
 def worker(
     name: Annotated[str, typer.Argument(help="Worker of the cluster: the machine's name, or NAME:0, NAME:1, ... .")],
-    keys: Annotated[Path, typer.Option(help="This machine's bundle, made by atoll train for this run.")],
-    cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (to find the head).")] = None,
+    cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="cluster.yaml (to check the name by).")] = None,
+    keys: Annotated[Path | None, typer.Option(
+        help="This machine's bundle, made by atoll train for this run (default: MACHINE.pem, here or with --cluster).")] = None,
     head: Annotated[str, typer.Option(help="host:port of the machine that trains (default: as the bundle says).")] = "",
     home: Annotated[Path, typer.Option(help="Where this worker keeps its shards and data.")] = Path("runs/worker"),
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a run that another machine started with atoll train; the line to type is printed there.
 
-    Example:  atoll worker b1 --cluster cluster.yaml --keys b1.pem
+    Example:  atoll worker b1 --cluster cluster.yaml
     """
     from atoll.cluster.network import Network, load_cluster
     from atoll.runtime.keys import read_bundle
 
     if cluster is not None:
         Network(load_cluster(cluster)).worker(name)
+    keys = keys or _own_bundle(name.partition(":")[0], cluster)
     bundle = read_bundle(keys)
     home.mkdir(parents=True, exist_ok=True)
     output, said = Output(as_json), list[str]()
@@ -287,3 +289,16 @@ def worker(
     if code == 0:
         output.show_text(f"worker {name}: done")
     leave(code)
+
+
+def _own_bundle(machine: str, cluster: Path | None) -> Path:
+    from atoll.errors import WorkplaceError
+    from atoll.runtime.keys import bundle_path
+
+    folders = [Path(), *([] if cluster is None else [cluster.parent])]
+    found = [path for folder in folders if (path := bundle_path(folder, machine)).exists()]
+    if not found:
+        where = f"here or beside {cluster}" if cluster else "here"
+        raise WorkplaceError(f"there is no {machine}.pem {where}; copy the one that atoll train made for this run (in keys/ of "
+                             "its folder), or say where it is with --keys")
+    return found[0]
