@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-NULL = {"test_bad_input", "test_cluster", "test_collectives", "test_graph", "test_planner", "test_program",
+NULL = {"test_bad_input", "test_cluster", "test_collectives", "test_graph", "test_plan_rules", "test_planner", "test_program",
         "test_schedules", "test_simulator", "test_simulator_costs", "test_trace", "test_units"}
 
 
