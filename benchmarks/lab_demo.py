@@ -1,5 +1,5 @@
-"""The demo job twice, under one plan: on four network namespaces through ``atoll train`` and ``atoll worker`` (rates and latency
-by the kernel, CPU shares by control groups), and emulated in processes (links shaped and devices paced inside them).
+"""The demo job twice, under one plan: on four network namespaces through ``atoll train`` and ``atoll worker`` (rates and
+latency by the kernel, CPU shares by control groups), and emulated in processes (links shaped, devices paced inside them).
 
 Needs root for the first. Quick: two of the machines and fewer steps (a little over a minute: starting four Pythons on a
 share of a core is most of it).

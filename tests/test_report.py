@@ -155,6 +155,18 @@ def test_kinds_links_and_occupancy() -> None:
     assert occupied([(0, 10), (5, 10)], [0, 5, 10, 15]) == [1.0, 2.0, 0.0]
 
 
+def test_a_link_is_busy_until_the_bytes_have_left_not_until_a_buffer_has_taken_them() -> None:
+    """Latency 10 ms by the small message; the large one is taken at once and arrives 90 ms later, so it travelled for 80."""
+    ms = 1_000_000
+    spans = [span("a", "SEND vote", "out:b", 0, ms, size=8, index=0),
+             span("b", "RECV vote", "in:a", 0, 11 * ms, size=8, index=0),
+             span("a", "0SEND_F0>1", "out:b", 20 * ms, 22 * ms, size=1000, index=1),
+             span("b", "1RECV_F0<0", "in:a", 11 * ms, 110 * ms, size=1000, index=1),
+             span("a", "0SEND_F1>1", "out:b", 200 * ms, 203 * ms, size=1000, index=2),
+             span("b", "1RECV_F1<0", "in:a", 400 * ms, 400 * ms, size=1000, index=2)]
+    assert link_use(spans) == {("a", "b"): (3, 2008, (1 + 80 + 3) * ms)}
+
+
 def test_comparison_gives_signed_errors_and_medians() -> None:
     fast = as_trace(two_workers())
     slow = as_trace([msgspec.structs.replace(one, start_ns=2 * one.start_ns, end_ns=2 * one.end_ns) for one in fast.spans],

@@ -229,21 +229,43 @@ def kind_means_ns(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
 
 
 def link_use(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """By directed pair (source, target): messages, bytes, ns in which the out-lane was taken.
+    """By directed pair (source, target): messages, bytes, ns in which the link was busy (see ``_carrying``).
 
     Collectives that a library does whole are listed as (worker, "") with the size of what they sum, timed from the moment
     at which all members had come.
     """
     known = list(spans)
     met = _meetings(known)
-    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    uses: dict[tuple[str, str], list[tuple[Span, tuple[int, int]]]] = {}
     for (worker, lane), row in by_lane(known).items():
-        if lane.startswith("out:") or lane == "native":
-            taken = _merged((met[worker, span.instruction][0] if lane == "native" else span.start_ns, span.end_ns)
-                            for span in row)
-            peer = "" if lane == "native" else lane[4:]
-            found[worker, peer] = (len(row), sum(span.size_bytes for span in row), sum(high - low for low, high in taken))
-    return dict(sorted(found.items()))
+        if lane == "native":
+            uses[worker, ""] = [(span, (met[worker, span.instruction][0], span.end_ns)) for span in row]
+    pairs: dict[tuple[str, str], list[Message]] = {}
+    for message in messages(known):
+        pairs.setdefault((message.source, message.target), []).append(message)
+    uses.update({pair: _carrying(found) for pair, found in pairs.items()})
+    return {pair: (len(row), sum(span.size_bytes for span, _ in row),
+                   sum(high - low for low, high in _merged(interval for _, interval in row)))
+            for pair, row in sorted(uses.items())}
+
+
+def _carrying(pair: Sequence[Message]) -> list[tuple[Span, tuple[int, int]]]:
+    """Each Send of one directed link, and from when to when the link carried it.
+
+    A Send ends when the link has taken the bytes. Over a real network that is when they lie in a buffer, long before the
+    last one has left; so where the receiver stood waiting the time is taken back from the arrival: arrival less latency,
+    which is the least time between the end of a Send and its arrival that this link showed.
+    """
+    waited = [(message.send, message.receive) for message in pair if message.receive is not None
+              and message.receive.end_ns - message.receive.start_ns > _AT_ONCE_NS]
+    latency = min((max(0, receive.end_ns - send.end_ns) for send, receive in waited), default=0)
+    left = {send.instruction: receive.end_ns - latency for send, receive in waited}
+    return [(message.send, (message.send.start_ns, max(message.send.end_ns, left.get(message.send.instruction, 0))))
+            for message in pair]
+
+
+_AT_ONCE_NS = 50_000
+"""A Receive that takes no longer found its message there."""
 
 
 def bubbles(spans: Sequence[Span]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from atoll.report.analysis import (
     by_step,
     complete_steps,
     kind_means_ns,
+    link_use,
     shown_step,
     step_lengths,
     worker_shares,
@@ -213,8 +214,12 @@ def _worker_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]], w
 
 
 def _lane_use(spans: Sequence[Span]) -> dict[tuple[str, str], tuple[int, int]]:
-    return {key: (sum(span.size_bytes for span in row), sum(span.end_ns - span.start_ns for span in row))
-            for key, row in by_lane(spans).items()}
+    """By (worker, lane): bytes, and ns in which the lane was taken (of what goes out: in which the link was busy)."""
+    found = {key: (sum(span.size_bytes for span in row), sum(span.end_ns - span.start_ns for span in row))
+             for key, row in by_lane(spans).items()}
+    for (source, target), (_, size, busy) in link_use(spans).items():
+        found[source, f"out:{target}" if target else "native"] = size, busy
+    return found
 
 
 def _lane_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]]) -> tuple[LaneRow, ...]:
