@@ -32,6 +32,7 @@ __all__ = [
     "by_step",
     "complete_steps",
     "kind_means_ns",
+    "latencies",
     "link_use",
     "messages",
     "occupied",
@@ -228,8 +229,10 @@ def kind_means_ns(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
     return {kind: (len(totals[kind]), sum(totals[kind]) / len(totals[kind])) for kind in ordered}
 
 
-def link_use(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int, int]]:
+def link_use(spans: Iterable[Span], latency_ns: Mapping[tuple[str, str], int] | None = None,
+             ) -> dict[tuple[str, str], tuple[int, int, int]]:
     """By directed pair (source, target): messages, bytes, ns in which the link was busy (see ``_carrying``).
+    ``latency_ns``: of each pair, where it is known (``latencies`` of the prediction); else as the spans themselves show it.
 
     Collectives that a library does whole are listed as (worker, "") with the size of what they sum, timed from the moment
     at which all members had come.
@@ -243,24 +246,37 @@ def link_use(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int, int
     pairs: dict[tuple[str, str], list[Message]] = {}
     for message in messages(known):
         pairs.setdefault((message.source, message.target), []).append(message)
-    uses.update({pair: _carrying(found) for pair, found in pairs.items()})
+    shown = latencies(known) if latency_ns is None else latency_ns
+    uses.update({pair: _carrying(found, shown.get(pair, 0)) for pair, found in pairs.items()})
     return {pair: (len(row), sum(span.size_bytes for span, _ in row),
                    sum(high - low for low, high in _merged(interval for _, interval in row)))
             for pair, row in sorted(uses.items())}
 
 
-def _carrying(pair: Sequence[Message]) -> list[tuple[Span, tuple[int, int]]]:
+def latencies(spans: Iterable[Span]) -> dict[tuple[str, str], int]:
+    """By directed pair: the least time (ns) between the end of a Send and its arrival."""
+    found: dict[tuple[str, str], int] = {}
+    for message in messages(spans):
+        pair, arrival = (message.source, message.target), _arrival(message)
+        if arrival is not None:
+            late = max(0, arrival - message.send.end_ns)
+            found[pair] = min(late, found.get(pair, late))
+    return found
+
+
+def _arrival(message: Message) -> int | None:
+    """When the message came, if its receiver stood waiting for it."""
+    receive = message.receive
+    return None if receive is None or receive.end_ns - receive.start_ns <= _AT_ONCE_NS else receive.end_ns
+
+
+def _carrying(pair: Sequence[Message], latency_ns: int) -> list[tuple[Span, tuple[int, int]]]:
     """Each Send of one directed link, and from when to when the link carried it.
 
     A Send ends when the link has taken the bytes. Over a real network that is when they lie in a buffer, long before the
-    last one has left; so where the receiver stood waiting the time is taken back from the arrival: arrival less latency,
-    which is the least time between the end of a Send and its arrival that this link showed.
+    last one has left; so where the receiver stood waiting the end is taken back from the arrival: arrival less latency.
     """
-    waited = [(message.send, message.receive) for message in pair if message.receive is not None
-              and message.receive.end_ns - message.receive.start_ns > _AT_ONCE_NS]
-    latency = min((max(0, receive.end_ns - send.end_ns) for send, receive in waited), default=0)
-    left = {send.instruction: receive.end_ns - latency for send, receive in waited}
-    return [(message.send, (message.send.start_ns, max(message.send.end_ns, left.get(message.send.instruction, 0))))
+    return [(message.send, (message.send.start_ns, max(message.send.end_ns, (_arrival(message) or 0) - latency_ns)))
             for message in pair]
 
 

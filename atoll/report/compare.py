@@ -21,6 +21,7 @@ from atoll.report.analysis import (
     by_step,
     complete_steps,
     kind_means_ns,
+    latencies,
     link_use,
     shown_step,
     step_lengths,
@@ -213,18 +214,20 @@ def _worker_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]], w
     return tuple(rows)
 
 
-def _lane_use(spans: Sequence[Span]) -> dict[tuple[str, str], tuple[int, int]]:
+def _lane_use(spans: Sequence[Span],
+              latency_ns: Mapping[tuple[str, str], int] | None) -> dict[tuple[str, str], tuple[int, int]]:
     """By (worker, lane): bytes, and ns in which the lane was taken (of what goes out: in which the link was busy)."""
     found = {key: (sum(span.size_bytes for span in row), sum(span.end_ns - span.start_ns for span in row))
              for key, row in by_lane(spans).items()}
-    for (source, target), (_, size, busy) in link_use(spans).items():
+    for (source, target), (_, size, busy) in link_use(spans, latency_ns).items():
         found[source, f"out:{target}" if target else "native"] = size, busy
     return found
 
 
 def _lane_rows(left: Sequence[Span] | None, right: Sequence[Sequence[Span]]) -> tuple[LaneRow, ...]:
-    before = _lane_use(left) if left else {}
-    after = [_lane_use(spans) for spans in right]
+    latency_ns = latencies(left) if left else None
+    before = _lane_use(left, latency_ns) if left else {}
+    after = [_lane_use(spans, latency_ns) for spans in right]
     rows = []
     for key in sorted({*before, *(key for use in after for key in use)}, key=lambda key: (key[0], key[1] != "compute", key[1])):
         old = before.get(key, (0, 0)) if left else (None, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.report import style
-from atoll.report.analysis import Shares, link_use, window, worker_shares
+from atoll.report.analysis import Shares, latencies, link_use, window, worker_shares
 from atoll.report.run import EvaluationPoint, StepPoint
 from atoll.trace.span import Span
 from atoll.units import format_bytes, format_count, format_duration
@@ -116,7 +116,8 @@ def draw_links(path: Path, predicted: Sequence[Span] | None, measured: Sequence[
     With more than ``MOST_BARS`` pairs of workers, pairs are summed by islands (their busy share is the mean of the pairs).
     """
     sides = [side for side in (predicted, measured) if side]
-    uses = [link_use(side) for side in sides]
+    latency_ns = latencies(predicted) if predicted else None
+    uses = [link_use(side, latency_ns) for side in sides]
     if not any(uses):
         raise AtollError("links: no message travelled in the steps at hand (one worker, or an empty trace)")
     where = islands or {}
