@@ -107,7 +107,7 @@ def test_an_empty_corpus_and_one_shorter_than_a_sequence_are_refused(tmp_path: P
     for text, sentence in (("", "empty"), ("too short", "sequence")):
         (folder / "words/0.txt").write_text(text)
         said = refusal(atoll(folder, "train", "job.yaml", "--cluster", "alone.yaml", "--run", "run"))
-        assert "words" in said and sentence in said
+        assert sentence in said
         assert not (folder / "run").exists()
 
 

@@ -6,6 +6,7 @@ import csv
 import random
 from fractions import Fraction
 from itertools import pairwise, permutations
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -592,12 +593,26 @@ def busy_units(simulation: Simulation, unit: int) -> set[Fraction]:
     return {Fraction(bubble.busy_ns, unit) for bubble in simulation.bubbles.values()}
 
 
+LARGE = 2048
+"""Rows with as many chunks of work (p m v) or more are tried in test_simulator_large.py: they take seconds each."""
+
+
+def exact_rows(name: str, *, large: bool) -> list[dict[str, str]]:
+    own = [row for row in rows("schedule_exact.csv") if row["schedule"] == name]
+    return sorted((row for row in own if (prod(shape(row)) >= LARGE) == large), key=shape)
+
+
 @pytest.mark.parametrize("name", sorted({row["schedule"] for row in rows("schedule_exact.csv")}))
 def test_exact_schedules(name):
+    found = exact_rows(name, large=False)
+    check_exact(name, found)
+    assert found
+
+
+def check_exact(name: str, found: list[dict[str, str]]) -> None:
     """Times are those of a full stage, so a chunk of one of v takes a v-th. The table's floats carry the rounding of sums;
     what they stand for are multiples of 1/(2v), and these must be met exactly."""
     schedule = find(name)
-    found = sorted((row for row in rows("schedule_exact.csv") if row["schedule"] == name), key=shape)
     made, last = None, None
     for row in found:
         v = int(row["v"])
@@ -618,7 +633,6 @@ def test_exact_schedules(name):
         assert round(float(1 - exact("ideal") / makespan), 9) == float(row["bubble_fraction"]), row
         worst = Fraction(max(peak.buffer_bytes for peak in simulation.peaks.values()), v)
         assert worst == exact("peak_closed_form") == exact("peak_inflight_worst_device"), row
-    assert found
 
 
 GOLDEN = {"1f1b": lambda row: find("1f1b"), "zb1p-heuristic": lambda row: find("zb-h1"),

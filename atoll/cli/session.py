@@ -206,7 +206,7 @@ def measure_devices(prepared: Prepared, head: str, sizes: tuple[int, ...], rende
         from atoll.runtime.control import Measure
 
         found = rendezvous.measure(Measure(job=to_plain(job), cluster=to_plain(cluster), sizes=sizes, vocabulary=vocabulary,
-                                           seconds=_PROFILE_S))
+                                           seconds=_MACHINES_PROFILE_S))
         where = f"on {len(rendezvous.workers)} workers at the same time" if len(rendezvous.workers) > 1 else "on this machine"
     elif one_kind(cluster):
         from atoll.cluster.network import Network
@@ -225,6 +225,8 @@ def measure_devices(prepared: Prepared, head: str, sizes: tuple[int, ...], rende
 
 
 _PROFILE_S = 8.0
+_MACHINES_PROFILE_S = 16.0
+"""On real machines, where slow ones among them would else see a round or two."""
 
 
 def one_kind(cluster: Cluster) -> bool:

@@ -89,10 +89,14 @@ class _Stage(Instruction):
     targets: tuple[int, ...] = ()
 
     def _inbound(self, kind: str) -> tuple[Buffer, ...]:
-        return tuple((kind, source, self.stage, self.microbatch) for source in self.sources)
+        if len(self.sources) == 1:  # nearly always, and this is asked of every instruction of every candidate plan
+            return ((kind, self.sources[0], self.stage, self.microbatch),)
+        return tuple([(kind, source, self.stage, self.microbatch) for source in self.sources])
 
     def _outbound(self, kind: str) -> tuple[Buffer, ...]:
-        return tuple((kind, self.stage, target, self.microbatch) for target in self.targets)
+        if len(self.targets) == 1:
+            return ((kind, self.stage, self.targets[0], self.microbatch),)
+        return tuple([(kind, self.stage, target, self.microbatch) for target in self.targets])
 
 
 class Forward(_Stage):
