@@ -73,8 +73,11 @@ COMBOS = (
 def short(job: Job, cluster: Cluster) -> list[dict[str, Any]]:
     """All combinations in threads, with a narrower model and microbatches half as large."""
     import dataclasses
+    import os
 
     import msgspec
+
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # torch.set_num_threads leaves MKL on other threads alone
     import torch
     from twin_threads import measured, profiled
 

@@ -2,7 +2,7 @@
 
 Run as ``python tests/light_worker.py NAME --head ... --keys ...`` (what ``drive`` is given as its command). What it does
 beside that is in ``documents.data``: {"step_s": pause in each turn, "fail": {worker: step at which it
-raises}, "program": a digest to claim}.
+raises}, "program": a digest to claim, "largest_bytes": of its messages}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class LightCrew:
         network = Network(documents.cluster)
         shaped = Path(documents.run) / "links.bin" if documents.cluster.emulation is not None else None
         self.links = Links(self.name, workers, network, documents.head, bundle, stop, times, buckets=shaped,
-                           max_message_bytes=1 << 20, device=torch.device("cpu"))
+                           largest_message_bytes=(documents.data or {}).get("largest_bytes", 1 << 20),
+                           device=torch.device("cpu"))
         self.at = ""
 
     def run(self, turn: Turn) -> Report:

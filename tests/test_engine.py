@@ -45,6 +45,12 @@ def make(toy: Toy, replicas: list, *, precision: str = "fp64", spec: OptimizerSp
     return crew(program, chosen, graph, build or toy.stages, ToyBatches(), spec=spec, master=PRECISIONS[precision].master)
 
 
+@pytest.fixture(autouse=True, params=["threads", "prompt"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of messages with a thread each, and done by whoever needs the message."""
+    monkeypatch.setattr(LocalHub, "prompt", request.param == "prompt")
+
+
 def test_every_instruction_has_a_kernel() -> None:
     assert set(KERNELS) == set(INSTRUCTIONS)
 

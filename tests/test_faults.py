@@ -70,12 +70,31 @@ def test_the_others_stop_and_the_machine_is_named(tmp_path: Path, number: int, s
         assert "machine b1" in (tmp_path / "logs" / f"{name}.log").read_text()
 
 
-def test_a_neighbour_inside_the_island_is_named_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "sentence"), [(signal.SIGKILL, r"^machine a2 was killed"),
+                                                  (signal.SIGSTOP, r"^machine a2 is frozen or cut off")])
+def test_a_neighbour_inside_the_island_is_named_too(tmp_path: Path, number: int, sentence: str) -> None:
     """Here the others sit in calls of the collective library, which cannot be interrupted."""
-    saboteur = Saboteur("a2", signal.SIGSTOP, at=3)
-    with pytest.raises(WorkerLostError, match=r"^machine a2 is frozen or cut off"):
+    saboteur = Saboteur("a2", number, at=3)
+    with pytest.raises(WorkerLostError, match=sentence):
         drive(documents(tmp_path, job(5000, max_pause="5 s"), cluster()), tmp_path, on_event=saboteur,
               commit=lambda step, entries: "", command=LIGHT)
+    assert saboteur.nobody_is_left()
+
+
+@pytest.mark.parametrize("largest_bytes", [8, 1 << 20], ids=["direct", "threads"])
+@pytest.mark.parametrize(("number", "sentence"), [(signal.SIGKILL, r"^worker a1:1 on machine a1 was killed"),
+                                                  (signal.SIGSTOP, r"^worker a1:1 on machine a1 is frozen or cut off")])
+def test_a_neighbour_on_a_real_link_of_the_library_is_named(tmp_path: Path, number: int, sentence: str,
+                                                            largest_bytes: int) -> None:
+    """Two devices of one machine; whether messages go with threads of ours or without."""
+    place = from_plain({"islands": {"aa": {"bandwidth": "1 Gbit/s"}},
+                        "machines": [{"name": "a1", "island": "aa", "devices": [{"kind": "cpu-core", "count": 2}]}]}, Cluster)
+    papers = documents(tmp_path, job(100_000, max_pause="5 s"), place, {"largest_bytes": largest_bytes, "step_s": 0.001},
+                       workers=("a1:0", "a1:1"))
+    saboteur = Saboteur("a1:1", number, at=30)
+    with pytest.raises(WorkerLostError, match=sentence):
+        drive(papers, tmp_path, on_event=saboteur, commit=lambda step, entries: "", command=LIGHT)
+    assert time.monotonic() - saboteur.struck_s < 8
     assert saboteur.nobody_is_left()
 
 

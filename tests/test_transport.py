@@ -75,9 +75,9 @@ def wires(bundles: dict[str, Bundle], names: Sequence[str] = ("a", "b"), hidden:
     return made
 
 
-def natives(names: Sequence[str] = ("a", "b")) -> dict[str, Native]:
+def natives(names: Sequence[str] = ("a", "b"), direct: bool = False) -> dict[str, Native]:
     made = {name: Native(name, names, {each: each for each in names}, Stop(), device=torch.device("cpu"),
-                         max_message_bytes=LIMIT, connect_ns=10 * SECOND) for name in names}
+                         max_message_bytes=LIMIT, connect_ns=10 * SECOND, direct=direct) for name in names}
     port = made[names[0]].open_store()
     together([lambda name=name: made[name].connect(f"127.0.0.1:{port}") for name in names])
     return made
@@ -89,10 +89,11 @@ def shaped(bundles: dict[str, Bundle], folder: Path) -> dict[str, Channel]:
     return {name: Shaped(wire, name, buckets, lambda source, target: road, Stop()) for name, wire in wires(bundles).items()}
 
 
-@pytest.fixture(params=["wire", "native", "shaped"])
+@pytest.fixture(params=["wire", "native", "direct", "shaped"])
 def pair(request: pytest.FixtureRequest, bundles: dict[str, Bundle], tmp_path: Path) -> Iterator[dict[str, Channel]]:
     made: dict[str, Channel] = (dict(wires(bundles)) if request.param == "wire" else
-                                dict(natives()) if request.param == "native" else shaped(bundles, tmp_path))
+                                shaped(bundles, tmp_path) if request.param == "shaped" else
+                                dict(natives(direct=request.param == "direct")))
     yield made
     together([channel.close for channel in made.values()])
 
@@ -138,6 +139,29 @@ def test_send_returns_the_payload_bytes_and_order_is_kept(pair: dict[str, Channe
     together([send, receive])
 
 
+def test_memory_that_is_used_again_holds_nothing_that_is_still_under_way() -> None:
+    """More messages than may be under way, of growing and shrinking size, far ahead of their receiver."""
+    made = natives(direct=True)
+    sizes = [1 + (number * 7919) % 60_000 for number in range(120)]
+    assert made["a"].prompt("b", 20)
+
+    def send() -> None:
+        for number, size in enumerate(sizes):
+            value = torch.full((size,), number, dtype=torch.int32)
+            made["a"].send("b", f"m{number}", [value])
+            value.fill_(-1)  # a send that has returned has taken what it was given
+
+    def receive() -> None:
+        time.sleep(0.2)
+        for number, size in enumerate(sizes):
+            [found] = made["b"].receive("a", f"m{number}")
+            assert torch.equal(found, torch.full((size,), number, dtype=torch.int32))
+
+    together([send, receive])
+    assert len(made["a"]._flights["b"]) <= made["a"]._most_flights["b"] + 1
+    together([channel.close for channel in made.values()])
+
+
 def test_an_unexpected_label_is_an_error_that_names_both(pair: dict[str, Channel]) -> None:
     pair["a"].send("b", "activation.0.1.2", [torch.zeros(1)])
     with pytest.raises(ProgramError, match=r"machine b expected delta from machine a and got (release )?activation"):
@@ -145,7 +169,7 @@ def test_an_unexpected_label_is_an_error_that_names_both(pair: dict[str, Channel
 
 
 def test_a_stopped_receiver_returns(bundles: dict[str, Bundle]) -> None:
-    for made in (wires(bundles), natives()):
+    for made in (wires(bundles), natives(), natives(direct=True)):
         stop = made["b"]._stop
         threading.Timer(0.1, lambda stop=stop: stop.set("told to")).start()
         with pytest.raises(StoppedError, match="told to"):
@@ -304,7 +328,7 @@ def test_a_worker_that_nobody_can_dial_dials_for_both_directions(bundles: dict[s
 
 
 def test_what_was_sent_before_an_orderly_end_still_arrives(bundles: dict[str, Bundle]) -> None:
-    for made in (wires(bundles), natives()):
+    for made in (wires(bundles), natives(), natives(direct=True)):
         for number in range(20):
             made["a"].send("b", f"m{number}", [torch.tensor(number)])
         together([channel.close for channel in made.values()])
@@ -341,7 +365,7 @@ def test_a_taken_port_is_said_in_one_sentence(bundles: dict[str, Bundle]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 def test_all_reduce_is_the_sum_and_the_same_bits_everywhere(count: int, dtype: torch.dtype) -> None:
     names = ["a", "b", "c"][:count]
-    made = natives(names)
+    made = natives(names, direct=count == 2)
     for size in (1, 5, 10_007):
         values = {name: torch.arange(size).to(dtype) * (place + 1) + place for place, name in enumerate(names)}
         expected = sum(values.values())

@@ -173,7 +173,7 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
     buckets = [bucket for bucket in train.buckets if bucket.index in part.buckets]
     links = Links(name, documents.plan.workers, network, documents.head, bundle, stop, times,
                   buckets=None if emulation is None else Path(documents.run) / LINKS_FILE,
-                  max_message_bytes=_largest_message(programs, name), device=device)
+                  largest_message_bytes=_largest_message(programs), device=device)
     folder = Path(place.home) / CHECKPOINTS
     first_held = tuple(parameter for bucket in buckets if bucket.holders[0] == name for parameter in bucket.parameters)
     saver = _Saver(folder, name, first_held, None if place.shared else member)
@@ -204,11 +204,10 @@ def _first_weights(parameters: Mapping[str, torch.Tensor], captured: Captured, j
         initialise(parameters, captured, job.seed)
 
 
-def _largest_message(programs: Mapping[str, Program], name: str) -> int:
-    """The limit for what peers may send: twice what the programs say, for headers and small things."""
-    sizes = [instruction.size_bytes for program in programs.values() for instruction in program.part(name).instructions
-             if isinstance(instruction, Send | Receive)]
-    return 2 * max(sizes, default=0) + (1 << 20)
+def _largest_message(programs: Mapping[str, Program]) -> int:
+    """Payload bytes, over all workers: both ends of a link must come to the same decisions."""
+    return max((instruction.size_bytes for program in programs.values() for part in program.workers
+                for instruction in part.instructions if isinstance(instruction, Send | Receive)), default=0)
 
 
 def _batches(documents: Documents, place: Place, machine: str) -> PackedBatches:

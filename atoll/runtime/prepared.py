@@ -22,7 +22,8 @@ _KEPT = frozenset({"parameters", "gradient", "loss"})
 class Prepared:
     """One worker's part of a program, ready to run.
 
-    ``order``: instruction indices of each lane. ``waits``: how many instructions of other lanes each one waits for.
+    ``order``: instruction indices of each lane. ``needs``: the instructions of other lanes each one waits for; ``waits``: how
+    many.
     ``releases``: which instructions of other lanes wait for it. ``reads``: the buffers whose reader count each one lowers.
     ``alone``: nothing else can run at the same time, so one thread executes all lanes in program order.
     """
@@ -32,6 +33,7 @@ class Prepared:
     names: tuple[str, ...]
     lanes: tuple[str, ...]
     order: dict[str, tuple[int, ...]]
+    needs: tuple[tuple[int, ...], ...]
     waits: tuple[int, ...]
     releases: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[Buffer, ...], ...]
@@ -48,11 +50,11 @@ def prepare(program: Program, worker: str) -> Prepared:
     lanes = tuple(instruction.lane for instruction in instructions)
     order: dict[str, list[int]] = {COMPUTE: []}
     releases: list[list[int]] = [[] for _ in instructions]
-    waits: list[int] = []
+    needs: list[tuple[int, ...]] = []
     for index, needed in enumerate(dependencies(instructions)):
         order.setdefault(lanes[index], []).append(index)
-        others = [earlier for earlier in needed if lanes[earlier] != lanes[index]]
-        waits.append(len(others))
+        others = tuple(earlier for earlier in needed if lanes[earlier] != lanes[index])
+        needs.append(others)
         for earlier in others:
             releases[earlier].append(index)
     reads = tuple(tuple(buffer for buffer in instruction.reads if buffer[0] not in _KEPT or buffer[0] == "gradient")
@@ -60,7 +62,8 @@ def prepare(program: Program, worker: str) -> Prepared:
     return Prepared(
         instructions=instructions, kernels=tuple(KERNELS[type(instruction)] for instruction in instructions),
         names=tuple(notation(instruction) for instruction in instructions), lanes=lanes,
-        order={lane: tuple(indices) for lane, indices in order.items()}, waits=tuple(waits),
+        order={lane: tuple(indices) for lane, indices in order.items()}, needs=tuple(needs),
+        waits=tuple(map(len, needs)),
         releases=tuple(tuple(later) for later in releases), reads=reads,
         readers=Counter(buffer for several in reads for buffer in several), in_place=_in_place(instructions),
         samples=program.microbatch_samples, first=first_sample(program, worker),

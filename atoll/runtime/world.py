@@ -58,6 +58,11 @@ class Channel(Protocol):
         """The next message of ``peer``. Raises ``StoppedError``; ``WorkerLostError`` when the peer is gone."""
         ...
 
+    def prompt(self, peer: str, messages: int) -> bool:
+        """Whether messages with ``peer``, at most ``messages`` a step each way, need no thread of their own: a send returns at
+        once, and what arrives is taken in meanwhile, so that whoever needs a message may fetch it himself."""
+        ...
+
     def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
         """Sum in place over ``group`` (all inside one island), by the library."""
         ...

@@ -11,7 +11,7 @@ from atoll.cluster.network import Network
 from atoll.errors import WorkplaceError
 from atoll.runtime.keys import Bundle
 from atoll.runtime.liveness import Timeouts
-from atoll.runtime.transport.native import Native
+from atoll.runtime.transport.native import DIRECT_BYTES, Native
 from atoll.runtime.transport.router import Router
 from atoll.runtime.transport.shaped import Buckets, Shaped
 from atoll.runtime.transport.wire import Wire
@@ -41,13 +41,14 @@ class Links:
     """``channel`` is what the engine uses; ``connect`` once everybody's address is known, ``close`` at the end.
 
     ``workers``: those of the run. ``head``: the head's machine. ``buckets``: path of the shared file of an emulated
-    cluster, else None.
+    cluster, else None. ``largest_message_bytes``: payload of the largest message to expect; twice that is refused.
     """
 
     def __init__(self, name: str, workers: Sequence[str], network: Network, head: str, bundle: Bundle, stop: Stop,
-                 times: Timeouts, *, buckets: str | os.PathLike[str] | None, max_message_bytes: int,
+                 times: Timeouts, *, buckets: str | os.PathLike[str] | None, largest_message_bytes: int,
                  device: torch.device) -> None:
         self._name, self._device = name, device
+        max_message_bytes = 2 * largest_message_bytes + (1 << 20)  # room for headers and small things
         island = network.island(name)
         machines = {worker: network.worker(worker).machine for worker in workers}
         self._near = [worker for worker in workers if network.island(worker) == island]
@@ -58,7 +59,8 @@ class Links:
         self.store_port = 0
         if len(self._near) > 1:
             self._native = Native(name, self._near, machines, stop, device=device, max_message_bytes=max_message_bytes,
-                                  connect_ns=times.connect_ns)
+                                  connect_ns=times.connect_ns,
+                                  direct=device.type == "cpu" and buckets is None and largest_message_bytes <= DIRECT_BYTES)
             if self._near[0] == name:
                 self.store_port = self._native.open_store()
         self.address: str | None = None

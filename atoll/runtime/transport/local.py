@@ -21,8 +21,11 @@ Message = tuple[str, list[torch.Tensor]]
 class LocalHub:
     """Joins ``workers``: one ordered queue per directed pair, a meeting place per group.
 
-    ``sent_bytes`` counts payload by (source, target), ``native_bytes`` what each worker put into a collective.
+    ``prompt``: what its channels say of all peers (see ``Channel``). ``sent_bytes`` counts payload by (source, target),
+    ``native_bytes`` what each worker put into a collective.
     """
+
+    prompt = True
 
     def __init__(self, workers: Sequence[str]) -> None:
         self.workers = tuple(workers)
@@ -75,6 +78,9 @@ class LocalChannel:
             if found != label:
                 raise ProgramError(f"{self.name} expected {label} of {peer}, found {found}")
             return tensors
+
+    def prompt(self, peer: str, messages: int) -> bool:
+        return self.hub.prompt
 
     def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
         """Sum in the order of ``group``, so that all members hold the same bits."""

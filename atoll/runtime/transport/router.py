@@ -31,6 +31,9 @@ class Router:
     def receive(self, peer: str, label: str) -> list[torch.Tensor]:
         return self._to(peer).receive(peer, label)
 
+    def prompt(self, peer: str, messages: int) -> bool:
+        return self._to(peer).prompt(peer, messages)
+
     def all_reduce(self, group: Sequence[str], tensor: torch.Tensor) -> None:
         if list(group) == [self._name]:
             return

@@ -244,6 +244,9 @@ class Wire:
 
     # -- Channel -------------------------------------------------------------------------------------------------------
 
+    def prompt(self, peer: str, messages: int) -> bool:
+        return False  # a send takes as long as the link
+
     def send(self, peer: str, label: str, tensors: Sequence[torch.Tensor]) -> int:
         self._stop.check()
         return self._outlets[peer].send(label, tensors, self._stop)
@@ -258,13 +261,14 @@ class Wire:
     def close(self) -> None:
         """End the streams: in order when all is well (what was sent arrives), at once when the run was stopped."""
         calls = [outlet.call for outlet in self._outlets.values() if outlet.call is not None]
+        stopped = self._stop.event.is_set()
+        if stopped:
+            for call in calls:
+                call.cancel()  # before the outlets end, which the peers would take for a goodbye
         for outlet in self._outlets.values():
             outlet.finish()
-        stopped = self._stop.event.is_set()
-        for call in calls:
-            if stopped:
-                call.cancel()
-            else:
+        if not stopped:
+            for call in calls:
                 self._await_end(call)
         for call in self._pulls:
             call.cancel()
