@@ -79,8 +79,8 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
 
 
 def measure(request: Measure, worker: str, stop: Stop) -> tuple[Calibration, ...]:
-    return (Calibration(kind="cpu-core", speed=1.0, graph=worker, precision="fp32", samples=request.sizes[0], operators={},
-                        update_ns_per_element=request.seconds, reduce_ns_per_byte=1.0, launch_ns=1),)
+    return (Calibration(kind="cpu-core", speed=1.0, graph=worker, work=1, precision="fp32", samples=request.sizes[0],
+                        operators={}, update_ns_per_element=request.seconds, reduce_ns_per_byte=1.0, launch_ns=1),)
 
 
 if __name__ == "__main__":

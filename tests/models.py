@@ -165,6 +165,14 @@ class Frozen(SkipModel):
         self.embed.weight.requires_grad_(False)
 
 
+class Shadowing(SkipModel):
+    """A part that bears the name of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Identity()
+
+
 class Branching(SkipModel):
     """Looks at values while it runs: cannot be traced."""
 

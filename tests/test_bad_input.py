@@ -79,3 +79,16 @@ def test_a_plan_for_other_machines_is_refused(tmp_path: Path, monkeypatch: pytes
     words = ["simulate", "job.yaml", "--cluster", "cluster.yaml", "--plan", "plan.yaml"]
     code, _, err = run(words, tmp_path, monkeypatch, capsys)
     assert code != 0 and "nemo" in err and "Traceback" not in err
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    measured = {"kind": "cpu-core", "speed": 1.0, "graph": "gpt2", "work": 1, "precision": "float32", "samples": 4,
+                "operators": {}, "update_ns_per_element": 1.0, "reduce_ns_per_byte": 1.0, "launch_ns": 1}
+    (tmp_path / "profile.json").write_text(json.dumps({"measured": [measured]}))
+    for verb in ("plan", "simulate"):
+        code, _, err = run([verb, "job.yaml", "--cluster", "cluster.yaml", "--profile", "profile.json"], tmp_path, monkeypatch,
+                           capsys)
+        assert code != 0 and "was not measured for this model" in " ".join(err.split())

@@ -171,7 +171,7 @@ def test_convolutions_and_float_inputs() -> None:
     ("Counting", ["calls", "without writing to a buffer"]), ("Mean", ["[1, 16, 32]", "scalar loss"]),
     ("Frozen", ["embed.weight", "frozen"]), ("Branching", ["torch.export", "branches"]),
     ("Nothing", ["no class 'Nothing'", "BatchNormed"]),
-    ("Odd", ["length", "example_inputs"]),
+    ("Odd", ["length", "example_inputs"]), ("Shadowing", ["'tokens'", "rename the part"]),
 ])
 def test_what_cannot_be_cut_is_refused_in_one_sentence(name: str, words: list[str]) -> None:
     with pytest.raises(GraphError) as caught:

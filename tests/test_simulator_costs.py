@@ -104,9 +104,9 @@ def test_an_emulated_device_has_its_share_of_a_core():
 
 def calibration(samples: int) -> Calibration:
     times = OperatorTimes(forward_ns=500, backward_ns=900, backward_input_ns=600, backward_weight_ns=400)
-    return Calibration(kind="cpu-core", speed=1.0, graph="toy", precision="fp32", samples=samples, launch_ns=50,
-                       operators={operator.name: times for operator in graph().operators}, update_ns_per_element=3.0,
-                       reduce_ns_per_byte=0.25)
+    return Calibration(kind="cpu-core", speed=1.0, graph="toy", work=graph().work, precision="fp32", samples=samples,
+                       launch_ns=50, operators={operator.name: times for operator in graph().operators},
+                       update_ns_per_element=3.0, reduce_ns_per_byte=0.25)
 
 
 def test_measured_times_go_before_the_roofline():

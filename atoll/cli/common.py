@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from atoll.cluster.calibration import Profile
+    from atoll.graph.graph import Graph
     from atoll.plan.plan import Plan
     from atoll.planner.times import Problem
 
@@ -118,12 +119,20 @@ def load_documents(job_path: Path, cluster_path: Path | None) -> tuple[Job, Clus
     return load_job(job_path), load_cluster(cluster_path) if cluster_path else default_cluster()
 
 
-def load_profile(path: Path | None) -> Profile:
-    """What a run measured (its profile.json); None: nothing."""
+def load_profile(path: Path | None, graph: Graph) -> Profile:
+    """What a run measured (its profile.json) of the model ``graph``; None: nothing. Raises ``DocumentError`` when it was of
+    another one."""
     from atoll.cluster.calibration import Profile
+    from atoll.errors import DocumentError
     from atoll.records import load
 
-    return Profile() if path is None else load(path, Profile)
+    if path is None:
+        return Profile()
+    found = load(path, Profile).fitting(graph.name, graph.work)
+    if not found.measured:
+        raise DocumentError(f"--profile: {path} was not measured for this model, sequence length and precision; a run of this "
+                            "job writes one that is")
+    return found
 
 
 def load_job(path: Path) -> Job:

@@ -24,6 +24,7 @@ class OperatorTimes(Record):
 class Calibration(Record):
     """Measured times by operator name, for one graph, precision and microbatch size, on one kind of device.
 
+    ``graph`` and ``work``: name, and FLOPs and bytes of a sample (``graph.Graph.work``), which tell models of one family apart.
     ``kind`` and ``speed``: of the device that was measured, as the cluster names it; the times are what a device of that
     kind and speed 1.0 would take. ``update_ns_per_element``: optimizer step; ``reduce_ns_per_byte``: adding host buffers,
     per byte read; ``vote_ns_per_byte``: the norm of gradients (0: as ``reduce_ns_per_byte``); ``launch_ns``: fixed cost of
@@ -33,6 +34,7 @@ class Calibration(Record):
     kind: str
     speed: float
     graph: str
+    work: int
     precision: str
     samples: int
     operators: dict[str, OperatorTimes]
@@ -46,6 +48,10 @@ class Profile(Record):
     """The document profile.json: all that was measured before a run."""
 
     measured: tuple[Calibration, ...] = ()
+
+    def fitting(self, graph: str, work: int) -> Profile:
+        """What was measured of this very model."""
+        return Profile(measured=tuple(found for found in self.measured if (found.graph, found.work) == (graph, work)))
 
     def of(self, kind: str, speed: float, graph: str, samples: int) -> Calibration | None:
         """What holds for a device of ``kind``: measured on the one whose speed is nearest; None: nothing was."""

@@ -141,6 +141,11 @@ class Graph(Record):
         if self.loss not in known:
             raise GraphError(f"graph {self.name}: no operator writes the loss {self.loss!r}")
 
+    @property
+    def work(self) -> int:
+        """FLOPs and bytes moved for one sample, summed: graphs of one name that differ in size or dtype differ in this."""
+        return sum(operator.forward_flops + operator.read_bytes + operator.written_bytes for operator in self.operators)
+
 
 class GraphIndex:
     """Look-ups over one graph that planning asks often: positions, cut bytes, range sums. Built once, read only."""

@@ -70,7 +70,7 @@ def _limits(problem: Problem, prediction: Prediction) -> tuple[str, ...]:
     busiest = max(segments, key=segments.__getitem__) if segments else ""
     summary = prediction.summary
     share = summary.critical_ns.get(summary.limit, 0) / max(1, sum(summary.critical_ns.values()))
-    link = f"; the busiest link, {busiest}, {segments[busiest]:.0%}" if busiest else ""
+    link = f"; the busiest link, {busiest}, {segments[busiest]:.0%}" if busiest and segments[busiest] >= 0.005 else ""
     lines.append(f"What limits it is {summary.limit}: {share:.0%} of the critical path is its doing. The busiest device, "
                  f"{worker}, computes {compute[worker]:.0%} of the step{link}.")
     if max(compute[worker], segments.get(busiest, 0.0)) < 0.75:
@@ -116,8 +116,8 @@ def _refused(decision: Decision) -> tuple[str, ...]:
     if decision.over_memory:
         lines.append(f"{decision.over_memory} of {decision.drafted} drafts did not fit into memory or had too few "
                      "microbatches.")
-    lines.append(f"Simulated {_some(len(decision.trials), 'candidate', 'candidates')} of {decision.drafted} drafts in "
-                 f"{decision.seconds:.1f} s.")
+    lines.append(f"Simulated {_some(len(decision.trials), 'candidate', 'candidates')}, made of the best of {decision.drafted} "
+                 f"drafts, in {decision.seconds:.1f} s.")
     return tuple(lines)
 
 

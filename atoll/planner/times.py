@@ -51,7 +51,7 @@ class Problem:
     def __init__(self, graph: Graph, cluster: Cluster, precision: Precision,
                  profile: Profile | None = None, memory_share: float = 0.92) -> None:
         self.graph, self.cluster, self.precision = graph, cluster, precision
-        self.profile = profile or Profile()
+        self.profile = profile.fitting(graph.name, graph.work) if profile and profile.measured else Profile()
         self.index = GraphIndex(graph)
         self.network = Network(cluster)
         self.memory_share = memory_share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -129,10 +130,11 @@ def _card(device: torch.device) -> str:
 
 
 class _Saver:
-    """Writes this worker's shard and, where the head's disk is elsewhere, hands it over. ``entry``: of the last one."""
+    """Writes this worker's shard and, where the head's disk is elsewhere, hands it over and keeps the newest ``keep`` here.
+    ``entry``: of the last one."""
 
-    def __init__(self, folder: Path, name: str, names: tuple[str, ...], member: Member | None) -> None:
-        self._folder, self._name, self._names, self._member = folder, name, names, member
+    def __init__(self, folder: Path, name: str, names: tuple[str, ...], member: Member | None, keep: int) -> None:
+        self._folder, self._name, self._names, self._member, self._keep = folder, name, names, member, keep
         self.entry: ShardEntry | None = None
         self.world: World | None = None
 
@@ -143,6 +145,8 @@ class _Saver:
         self.entry = entry = write_shard(self._folder, step, self._name, tensors)
         if self._member is not None:
             self._member.upload(_with_header(shard_header(step, entry), pieces(shard_chunks(self._folder, step, entry))))
+            for old in sorted(self._folder.glob("step-*"))[:-self._keep]:
+                shutil.rmtree(old, ignore_errors=True)
         return entry.size_bytes
 
 
@@ -176,7 +180,7 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
                   largest_message_bytes=_largest_message(programs), device=device)
     folder = Path(place.home) / CHECKPOINTS
     first_held = tuple(parameter for bucket in buckets if bucket.holders[0] == name for parameter in bucket.parameters)
-    saver = _Saver(folder, name, first_held, None if place.shared else member)
+    saver = _Saver(folder, name, first_held, None if place.shared else member, job.checkpoint.keep)
     store = ParameterStore(stages, buckets, getattr(torch, precision.master))
     if not documents.resume:
         _first_weights(store.masters, captured, job)  # in the master dtype: nothing is rounded before the first step

@@ -193,8 +193,8 @@ class _Bench:
             measured = [scale * value for value in times.by_signature[self._signature(piece)]]
             operators.update(_share_out(self._graph.operators[piece.low:piece.high], measured))
         fixed = self._fixed
-        return Calibration(kind=kind, speed=speed, graph=self._graph.name, precision=self._precision.compute,
-                           samples=samples, operators=operators,
+        return Calibration(kind=kind, speed=speed, graph=self._graph.name, work=self._graph.work,
+                           precision=self._precision.compute, samples=samples, operators=operators,
                            update_ns_per_element=scale * fixed.update_ns_per_element,
                            reduce_ns_per_byte=scale * fixed.reduce_ns_per_byte,
                            vote_ns_per_byte=scale * fixed.vote_ns_per_byte, launch_ns=round(scale * fixed.launch_ns))

@@ -12,8 +12,8 @@ __all__ = ["ZbH1"]
 class ZbH1(Record):
     """1F1B's order of forwards and input gradients; rank i runs a weight gradient i microbatches after its input gradient.
 
-    Time beyond m(F+B+W) for p even stages, m at least p, W at most B: (p-1)(F+B-W). Peak: min(p, m) on every rank, for an
-    activation is freed only by BackwardWeight.
+    Time beyond m(F+B+W) for p even stages, m at least p, W at most B: (p-1) max(B, F+B-W). Peak: min(p, m) on every rank,
+    for an activation is freed only by BackwardWeight.
     """
 
     name: str = "zb-h1"

@@ -60,6 +60,10 @@ def trace(source: ModelSource, compute_dtype: torch.dtype) -> Traced:
     """
     with deferred() as tape:
         module = source.build()
+    taken = sorted(set(source.inputs).intersection(name for name, _ in module.named_children()))
+    if taken:
+        raise GraphError(f"model {source.name}: its part {taken[0]!r} bears the name of an input, and tensors are told apart "
+                         "by these names; rename the part")
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     origins, aliases = _adopt_parameters(module, source, compute_dtype, fake_mode)
     buffers = _adopt_buffers(module, source, compute_dtype, tape)
