@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from atoll.program.program import Program
 from atoll.records import Record, from_plain
 from atoll.runtime.capture.stage import Captured, build_stage, capture
 from atoll.runtime.capture.weights import initialise, load_weights
-from atoll.runtime.checkpoint.shards import ShardEntry, shard_chunks, write_shard
+from atoll.runtime.checkpoint.shards import ShardEntry, shard_chunks, step_folder, write_shard
 from atoll.runtime.checkpoint.state import restore_worker, worker_tensors
 from atoll.runtime.checkpoint.store import MANIFEST, Checkpoint, open_checkpoint
 from atoll.runtime.checkpoint.trained import CHECKPOINTS
@@ -130,11 +130,12 @@ def _card(device: torch.device) -> str:
 
 
 class _Saver:
-    """Writes this worker's shard and, where the head's disk is elsewhere, hands it over and keeps the newest ``keep`` here.
-    ``entry``: of the last one."""
+    """Writes this worker's shard and, where the head's disk is elsewhere, hands it over and keeps the newest ``keep`` that it
+    wrote. ``entry``: of the last one."""
 
     def __init__(self, folder: Path, name: str, names: tuple[str, ...], member: Member | None, keep: int) -> None:
         self._folder, self._name, self._names, self._member, self._keep = folder, name, names, member, keep
+        self._written: list[Path] = []
         self.entry: ShardEntry | None = None
         self.world: World | None = None
 
@@ -145,8 +146,12 @@ class _Saver:
         self.entry = entry = write_shard(self._folder, step, self._name, tensors)
         if self._member is not None:
             self._member.upload(_with_header(shard_header(step, entry), pieces(shard_chunks(self._folder, step, entry))))
-            for old in sorted(self._folder.glob("step-*"))[:-self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            self._written.append(step_folder(self._folder, step) / entry.file)
+            for old in self._written[:-self._keep]:
+                old.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # other workers of this machine have theirs there, or the head's copy
+                    old.parent.rmdir()
+            del self._written[:-self._keep]
         return entry.size_bytes
 
 

@@ -25,7 +25,7 @@ from atoll.records import Record
 from atoll.units import format_bytes
 
 __all__ = ["Piece", "ShardEntry", "TensorEntry", "disk_error", "encode", "read_flat", "read_whole", "receive_shard",
-           "shard_chunks", "verify_shard", "write_shard"]
+           "shard_chunks", "step_folder", "verify_shard", "write_shard"]
 
 CHUNK_BYTES = 4 << 20
 
