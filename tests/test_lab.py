@@ -218,8 +218,8 @@ def test_two_machines_share_an_uplink() -> None:
 @needs_lab
 @pytest.mark.wire
 def test_a_machine_keeps_to_its_share_and_its_memory() -> None:
-    spin = ("import time\nstart = time.monotonic()\nwhile time.monotonic() - start < 0.6: pass\n"
-            "print(time.process_time() / (time.monotonic() - start))")
+    spin = ("import time\nstart, before = time.monotonic(), time.process_time()\nwhile time.monotonic() - start < 0.6: pass\n"
+            "print((time.process_time() - before) / (time.monotonic() - start))")
     with Lab(parse()) as lab:
         assert [machine.devices[0].speed for machine in lab.addressed().machines] == [0.2, 0.5, 0.5], "shares of a core"
         slow = lab.run("a1", [sys.executable, "-S", "-c", spin], stdout=subprocess.PIPE, text=True)
