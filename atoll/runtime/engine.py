@@ -27,7 +27,7 @@ __all__ = ["Engine"]
 
 _PACED = frozenset({COMPUTE, COPY})  # lanes whose work is the device's or its host's, not the link's or the disk's
 _LEAVE_S = 1.0
-OUT = "out:"
+_OUT = "out:"
 
 
 class Engine:
@@ -112,7 +112,7 @@ def prompt_lanes(prepared: Prepared, channel: Channel) -> frozenset[str]:
         way, _, peer = lane.partition(":")
         if way not in ("in", "out") or not channel.prompt(peer, len(order)):
             continue
-        handed_on = any(prepared.lanes[later].startswith(OUT) for index in order for later in prepared.releases[index])
+        handed_on = any(prepared.lanes[later].startswith(_OUT) for index in order for later in prepared.releases[index])
         if way == "out" or not handed_on:
             found.add(lane)
     return frozenset(found)
@@ -291,7 +291,7 @@ class _Step:
 
     def _is_next(self, index: int, lane: str) -> bool:
         """Whether ``index`` is a Send that its prompt lane can do now (a Receive, which might have to wait, nobody starts)."""
-        return (lane.startswith(OUT) and lane not in self.taken
+        return (lane.startswith(_OUT) and lane not in self.taken
                 and self.prepared.order[lane][self.position[lane]] == index)
 
     def _count_reader(self, buffer: Buffer) -> None:
