@@ -3,7 +3,8 @@
 Figures: ``*_mb_per_s`` one way, in messages of 8 MiB; ``*_message_us``: one way, a message of 40 bytes (half of a round
 trip, median); ``shaped_error``: worst relative error of the time to receive, over sizes and emulated links, against
 bytes / rate + latency; ``shaped_share``: of two equal flows on one link, how much the first had when it ended, of what was
-fair (1.0).
+fair (1.0). An emulated link holds bytes back and cannot hurry them: a link faster than the wire of this run is out of reach
+of this computer. Its rows are printed, its error is ``faster_than_wire_error``, and ``shaped_links`` counts the others.
 """
 
 from __future__ import annotations
@@ -166,10 +167,13 @@ def main() -> int:
     for road, size, took, expected in rows:
         print(f"{road:>7} {size:>9} B  {took / 1e6:9.3f} ms, expected {expected / 1e6:9.3f} ms")
     large = [(road, took / expected - 1) for road, _, took, expected in rows if expected >= 1_000_000]
-    figures["shaped_error"] = max(abs(error) for _, error in large)
+    slower = {road for road in ROADS if RATES[road] < figures["wire_mb_per_s"] * 1e6}
+    figures["shaped_links"] = len(slower)
+    figures["shaped_error"] = max(abs(error) for road, error in large if road in slower)
+    figures["faster_than_wire_error"] = max((abs(error) for road, error in large if road not in slower), default=0.0)
     figures["shaped_small_late_us"] = max((took - expected) / 1e3 for _, _, took, expected in rows if expected < 1_000_000)
     return finish("transport", figures, {"wire_mb_per_s": (">=", 600.0), "shaped_error": ("<=", 0.05),
-                                         "shaped_share": (">=", 0.9)}, drawn(rows))
+                                         "shaped_share": (">=", 0.9), "shaped_links": (">=", 2)}, drawn(rows))
 
 
 def drawn(rows: list[tuple[str, int, float, float]]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from atoll.plan.job import PRECISIONS
 from atoll.plan.layout import evaluation_plan
 from atoll.plan.lower import lower
 from atoll.policies.optim.spec import OptimizerSpec, learning_rate
+from atoll.program.check import check
 from atoll.program.dependencies import dependencies
 from atoll.program.instructions import INSTRUCTIONS, Native, Receive, Reduce, Send
 from atoll.program.program import Program
@@ -272,6 +273,24 @@ def test_a_gradient_that_is_also_sent_is_not_summed_over() -> None:
                 assert result.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-12)
         for name, value in alone.gradients().items():
             assert (swapping.gradients()[name] - value).abs().max() <= 1e-12 * value.abs().max()
+
+
+def test_a_message_that_nobody_reads_is_received_all_the_same() -> None:
+    """The program allows it; a step that left it on the wire would hand it to the next one."""
+    toy, graph = Toy(), Toy().graph()
+    plan = plan_of(graph, PIPELINE)
+    program = lower(plan, graph, dict.fromkeys("ab", "x"), PRECISIONS["fp64"])
+    unread = ("vote", "a")
+    more = {"a": Send(buffer=unread, peer="b", size_bytes=32), "b": Receive(buffer=unread, peer="a", size_bytes=32)}
+    longer = msgspec.structs.replace(program, workers=tuple(
+        msgspec.structs.replace(part, instructions=(*part.instructions, more[part.worker])) for part in program.workers))
+    check(longer)
+    with crew(longer, plan, graph, toy.stages, ToyBatches()) as workers, make(toy, PIPELINE) as plain:
+        for step in range(3):
+            results, expected = workers.step(step), plain.step(step)
+            for part in longer.workers:
+                assert len(results[part.worker].spans) == len(part.instructions)
+                assert results[part.worker].loss_sum == expected[part.worker].loss_sum
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
