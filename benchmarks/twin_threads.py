@@ -113,5 +113,5 @@ def _worlds(job: Job, cluster: Cluster, plan: Plan, captured: Captured, program:
             total_steps=job.total_steps, step_tokens=job.step_tokens, tokens_per_sample=job.sequence_length,
             channel=Shaped(hub.channel(name, stop), name, Buckets(links, network.capacity), network.path, stop),
             batches=RandomTokens(int(job.model.config["vocab_size"]), job.sequence_length), stop=stop, clock=clock,
-            pace=EmulatedPace.of(network.worker(name).device.speed, cluster.emulation.cpu_share, clock, stop)))
+            pace=EmulatedPace.of(network.worker(name).device.speed, cluster.emulation.cpu_share, clock, stop, alone=False)))
     return worlds

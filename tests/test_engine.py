@@ -383,10 +383,30 @@ def test_pace_stretches_cpu_time_from_the_start() -> None:
             self.until = deadline_ns
 
     clock = Told()
-    EmulatedPace.of(0.5, 0.5, clock, Stop())(1_000, 300)
+    EmulatedPace.of(0.5, 0.5, clock, Stop(), alone=False)(1_000, 300, 0)
     assert clock.until == 1_000 + 4 * 300
     with pytest.raises(ClusterError, match="lower cpu_share"):
-        EmulatedPace.of(1.0, 1.5, clock, Stop())
+        EmulatedPace.of(1.0, 1.5, clock, Stop(), alone=True)
+
+
+@pytest.mark.parametrize(("others", "charged"), [((0, 0), 300), ((40, 40), 340), ((40, 50, 50), 350), ((9_000, 9_000), 600)])
+def test_other_threads_of_a_device_are_paid_from_its_time(others: tuple[int, ...], charged: int) -> None:
+    class Told(Clock):
+        until = 0
+        later = iter(others)
+
+        def sleep_until(self, deadline_ns: int, stop: Stop) -> None:
+            self.until = deadline_ns
+
+        def others_cpu(self) -> int:
+            return 7 + next(self.later)
+
+    clock = Told()
+    pace = EmulatedPace.of(0.5, 0.5, clock, Stop(), alone=True)
+    pace(1_000, 300, 7)
+    assert clock.until == 1_000 + 4 * charged
+    pace(1_000, 300, None)  # a lane beside the compute lane pays for itself
+    assert clock.until == 1_000 + 4 * 300
 
 
 def test_a_sleep_lasts_and_a_stop_ends_it() -> None:

@@ -199,7 +199,8 @@ def assemble(documents: Documents, place: Place, bundle: Bundle, times: Timeouts
         loss=captured.graph.loss, store=store, optimizer=kernel, optimizer_spec=job.optimizer, total_steps=job.total_steps,
         step_tokens=job.step_tokens, tokens_per_sample=job.sequence_length, channel=links.channel,
         batches=_batches(documents, place, worker.machine), stop=stop, clock=clock, device=device, save=saver,
-        pace=None if emulation is None else EmulatedPace.of(worker.device.speed, emulation.cpu_share, clock, stop))
+        pace=None if emulation is None else EmulatedPace.of(worker.device.speed, emulation.cpu_share, clock, stop,
+                                                              alone=True))
     saver.world = world
     crew = EngineCrew(world, programs, links, saver)
     freeze_objects()

@@ -26,6 +26,10 @@ class Clock:
         """CPU time of the calling thread."""
         return time.thread_time_ns()
 
+    def others_cpu(self) -> int:
+        """CPU time of all other threads of this process."""
+        return time.process_time_ns() - time.thread_time_ns()
+
     def sleep_until(self, deadline_ns: int, stop: Stop) -> None:
         """Return at ``deadline_ns``: sleeps in slices, looks at ``stop`` between them, spins over the last 80 µs (a sleep
         alone comes back that much late). Raises ``StoppedError``."""

@@ -258,13 +258,14 @@ class _Step:
         world.stop.check()
         clock, instruction, lane = world.clock, prepared.instructions[index], prepared.lanes[index]
         paced = world.pace is not None and lane in _PACED
+        others_before = clock.others_cpu() if paced and lane == COMPUTE else None
         started_cpu = clock.cpu() if paced else 0
         started = clock.now()
         size = prepared.kernels[index](self.state, instruction)
         if lane == COMPUTE and self.synchronize is not None:
             self.synchronize()
         if world.pace is not None and paced:
-            world.pace(started, clock.cpu() - started_cpu)
+            world.pace(started, clock.cpu() - started_cpu, others_before)
         self.spans[index] = Span(worker=world.name, step=self.step, instruction=index, name=prepared.names[index], lane=lane,
                                  start_ns=started, end_ns=clock.now(), size_bytes=size)
 

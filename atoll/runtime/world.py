@@ -73,7 +73,7 @@ class Channel(Protocol):
 class Pace(Protocol):
     """Makes a device of another speed out of this one: called after an instruction with the CPU time it took."""
 
-    def __call__(self, started_ns: int, cpu_ns: int) -> None: ...
+    def __call__(self, started_ns: int, cpu_ns: int, others_before_ns: int | None) -> None: ...
 
 
 class StageModule(Protocol):
