@@ -4,7 +4,7 @@
     buckets   which gradients are summed where                                 (plan.buckets)
     compute   the schedule's order, filled in with edges, inputs and buckets
     sends     each activation and delta is sent as soon as it is written
-    exchange  buckets are summed among their holders
+    exchange  buckets are summed among their holders                           (plan.exchange)
     agree     vote, commit, update                                             (plan.agreement)
     weave     receives, where they are needed                                  (plan.weave)
 """
@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from atoll.graph.graph import DTYPE_BYTES, Edge, Graph
 from atoll.plan.agreement import agree
 from atoll.plan.buckets import BucketPlan, plan_buckets
+from atoll.plan.exchange import exchange
 from atoll.plan.job import Precision
 from atoll.plan.layout import Layout, ReplicaLayout
 from atoll.plan.plan import Plan
 from atoll.plan.weave import weave_receives
 from atoll.policies.collectives.table import find as find_collective
 from atoll.policies.schedules.table import find as find_schedule
-from atoll.program.contracts import Collective
 from atoll.program.instructions import (
     Backward,
     BackwardInput,
@@ -31,8 +31,6 @@ from atoll.program.instructions import (
     Forward,
     Instruction,
     Load,
-    Native,
-    Receive,
     Recompute,
     Save,
     Send,
@@ -66,10 +64,10 @@ def lower(plan: Plan, graph: Graph, islands: Mapping[str, str], precision: Preci
                         for rank, worker in enumerate(replica.ranks)}
         drafts.update(computed)
     element_bytes = DTYPE_BYTES[precision.master]
+    if kind == "train":
+        exchange(drafts, buckets, collective, element_bytes)
     for worker, instructions in drafts.items():
         mine = [bucket for bucket in buckets if worker in bucket.stages]
-        if kind == "train":
-            _exchange(instructions, worker, mine, collective, element_bytes)
         if kind == "save":
             instructions.append(_save(worker, layout, mine, element_bytes))
         evidence = tuple(summed for bucket in mine for summed in _summed(bucket)) if kind == "train" else ()
@@ -159,38 +157,6 @@ def _backward(bare: Backward | BackwardInput | BackwardWeight, replica: ReplicaL
 def _summed(plan: BucketPlan) -> tuple[Buffer, ...]:
     kind = "gradient" if plan.how == "alone" else "reduced"
     return tuple((kind, plan.bucket.index, chunk) for chunk in range(plan.bucket.chunks))
-
-
-def _exchange(instructions: list[Instruction], worker: str, buckets: list[BucketPlan], collective: Collective,
-              element_bytes: int) -> None:
-    """Insert each bucket's sum right after the last backward that adds to it, never before the bucket ahead of it in the
-    common order; ``late`` buckets after all compute."""
-    ready: dict[int, int] = {}
-    for position, instruction in enumerate(instructions):
-        for buffer in instruction.writes:
-            if buffer[0] == "gradient":
-                ready[int(buffer[1])] = position + 1
-    while_sending = len(instructions)
-    inserts: list[tuple[int, list[Instruction]]] = []
-    earliest = 0
-    for plan in buckets:
-        if plan.how == "alone":
-            continue
-        at = while_sending if plan.late else max(earliest, ready[plan.bucket.index])
-        while at < len(instructions) and isinstance(instructions[at], Send):
-            at += 1  # the delta of that backward goes out first: a pipeline neighbour waits for it
-        earliest = at
-        inserts.append((at, _sum(plan, worker, collective, element_bytes)))
-    for at, extra in reversed(inserts):
-        instructions[at:at] = extra
-
-
-def _sum(plan: BucketPlan, worker: str, collective: Collective, element_bytes: int) -> list[Instruction]:
-    bucket = plan.bucket
-    if plan.how == "native":
-        return [Native(collective="all_reduce", group=bucket.holders, source=("gradient", bucket.index, 0),
-                       target=("reduced", bucket.index, 0), size_bytes=bucket.elements * element_bytes)]
-    return [step for step in collective.instructions(bucket, element_bytes, worker) if not isinstance(step, Receive)]
 
 
 def _save(worker: str, layout: Layout, buckets: list[BucketPlan], element_bytes: int) -> Save:
