@@ -15,7 +15,7 @@ from atoll.cluster.catalogue import resolve
 from atoll.cluster.cluster import Cluster
 from atoll.cluster.network import Network, validate
 from atoll.errors import WorkplaceError
-from atoll.runtime import probe, probe_links
+from atoll.runtime import doctor, probe, probe_links
 from atoll.runtime.doctor import examine
 from atoll.runtime.probe import DeviceFacts, MachineFacts, decode_facts, encode_facts, machine_of, probe_disk, probe_machine
 from atoll.runtime.probe_document import cluster_document, cluster_of, islands_of
@@ -189,6 +189,14 @@ def test_doctor_examines_without_raising_and_says_what_to_do(tmp_path: Path) -> 
     assert all(finding.remedy for finding in found if finding.level != "good")
     lab = next(finding for finding in found if finding.what == "lab")
     assert lab.level == "hint" and "needs root" in lab.found
+
+
+@pytest.mark.parametrize(("found", "level"), [("bbr", "good"), ("cubic", "hint")])
+def test_doctor_says_how_tcp_is_paced(tmp_path: Path, found: str, level: str) -> None:
+    (tmp_path / "setting").write_text(f"{found}\n")
+    (finding,) = doctor._network(tmp_path / "setting")
+    assert finding.level == level and found in finding.found
+    assert doctor._network(tmp_path / "none") == [], "not Linux: nothing to say"
 
 
 def test_doctor_survives_a_broken_examination(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from atoll.errors import LabError
 from atoll.lab.topology import CORE, Cable, End, Layout
 
-__all__ = ["FALLBACK", "MTU", "build", "commands", "counter", "delete_namespace", "namespaces", "obstacle", "pids", "queue",
-           "run_batch"]
+__all__ = ["FALLBACK", "MTU", "build", "commands", "congestion_control", "counter", "delete_namespace", "namespaces",
+           "obstacle", "pids", "queue", "run_batch"]
 
 MTU = 9000
 """Jumbo frames: headers stay below one percent, and the relay sees few packets."""
@@ -117,17 +117,23 @@ def build(layout: Layout, names: dict[str, str]) -> None:
 
 
 def _sysctl(namespace: str, *, forward: bool) -> None:
-    """Forwarding in the core; in machines, TCP buffers large enough for fast links with a long way, and the congestion
-    control that most computers have, so that figures do not depend on this one's."""
+    """Forwarding in the core; in machines, TCP buffers large enough for fast links with a long way. The congestion
+    control stays this computer's own: a namespace may not choose any that the whole computer is not open to."""
     own = {"net/ipv6/conf/all/disable_ipv6": "1", "net/ipv6/conf/default/disable_ipv6": "1",
            "net/ipv4/conf/all/rp_filter": "0", "net/ipv4/conf/default/rp_filter": "0"}
     settings = ({"net/ipv4/ip_forward": "1", "net/ipv4/conf/all/send_redirects": "0",
                  "net/ipv4/conf/default/send_redirects": "0"} if forward else
-                {"net/ipv4/tcp_rmem": "4096 131072 67108864", "net/ipv4/tcp_wmem": "4096 65536 67108864",
-                 "net/ipv4/tcp_congestion_control": "cubic"})
+                {"net/ipv4/tcp_rmem": "4096 131072 67108864", "net/ipv4/tcp_wmem": "4096 65536 67108864"})
     script = "\n".join(f"[ ! -e /proc/sys/{key} ] || echo '{value}' > /proc/sys/{key} 2>/dev/null || true"
                        for key, value in {**own, **settings}.items())
     subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", script], check=False, capture_output=True)
+
+
+def congestion_control(namespace: str) -> str:
+    """What TCP paces itself by in ``namespace``: "bbr", "cubic", ..."""
+    done = subprocess.run(["ip", "netns", "exec", namespace, "cat", "/proc/sys/net/ipv4/tcp_congestion_control"],
+                          capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def counter(namespace: str, device: str) -> int:

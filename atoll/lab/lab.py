@@ -90,6 +90,8 @@ class Lab:
         except BaseException:
             self.close()
             raise
+        self.notes.append(f"TCP is paced by {kernel.congestion_control(self.namespaces[self.cluster.machines[0].name])}, as on "
+                          "this computer")
         if any(0 < own <= OWN_LATENCY_NS for cable in self.layout.cables for own in (cable.forward_ns, cable.backward_ns)):
             self.notes.append(f"latencies up to {format_duration(OWN_LATENCY_NS)} are the virtual devices' own (some 10 µs)")
         islands = {machine.name: machine.island for machine in self.cluster.machines}

@@ -45,7 +45,7 @@ def examine(*, folder: str | Path = ".", ports: Sequence[int] = PORTS,
     (``atoll.lab.lab.obstacle``; left out: not examined). An examination that breaks is itself a finding."""
     looks: dict[str, Callable[[], list[Finding]]] = {
         "python": _python, "torch": _torch, "memory": _memory, "disk": partial(_disk, Path(folder)), "clock": _clock,
-        "ports": partial(_ports, ports), "packages": _packages,
+        "network": _network, "ports": partial(_ports, ports), "packages": _packages,
     }
     if lab is not None:
         looks["lab"] = partial(_lab, lab)
@@ -161,6 +161,18 @@ def _ports(ports: Sequence[int]) -> list[Finding]:
         return [Finding(level="problem", what="ports", found=f"in use or forbidden: {', '.join(map(str, taken))}",
                         remedy="end the program that listens there, or choose another port (address in cluster.yaml, --port)")]
     return [Finding(level="good", what="ports", found=f"free: {', '.join(map(str, ports))}")]
+
+
+def _network(setting: Path = Path("/proc/sys/net/ipv4/tcp_congestion_control")) -> list[Finding]:
+    """How TCP paces itself: loss-based control halves its rate whenever the queue of a slow link overflows."""
+    if not setting.exists():
+        return []
+    found = setting.read_text().strip()
+    if found == "bbr":
+        return [Finding(level="good", what="network", found="TCP is paced by bbr")]
+    return [Finding(level="hint", what="network", found=f"TCP is paced by {found}",
+                    remedy="where slow links are shared, bbr keeps them busier (a step of the demo: 6.2 s instead of 6.7 s): "
+                           "as root, sysctl -w net.core.default_qdisc=fq net.ipv4.tcp_congestion_control=bbr")]
 
 
 def _packages() -> list[Finding]:

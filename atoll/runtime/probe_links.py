@@ -123,6 +123,7 @@ class Server:
         except OSError as error:
             raise WorkplaceError(f"port {port} cannot be listened on: {error.strerror}; give another with --port, or end the "
                                  "program that uses it") from None
+        self._listener.settimeout(0.2)
         self.port = int(self._listener.getsockname()[1])
         self._closed = threading.Event()
         self._measuring = threading.Lock()
@@ -146,7 +147,6 @@ class Server:
         self._thread.join(timeout=5)
 
     def _accept(self) -> None:
-        self._listener.settimeout(0.2)
         while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
