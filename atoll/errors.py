@@ -12,6 +12,7 @@ __all__ = [
     "InstructionError",
     "InterruptError",
     "LabError",
+    "MembershipError",
     "PlanError",
     "ProgramError",
     "WorkerLostError",
@@ -89,3 +90,9 @@ class WorkerLostError(AtollError):
     """A worker was killed, froze or left: names the machine and what it was doing."""
 
     exit_code = 6
+
+
+class MembershipError(AtollError):
+    """Who belongs to a run cannot be told: another coordinator took over, or the journal is damaged or another run's."""
+
+    exit_code = 7
