@@ -89,6 +89,17 @@ def test_a_broken_shard_is_said_and_the_checkpoint_before_it_is_used(trained: Pa
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 2, 3, 4, 5]
     for early, late in zip(lines[2:4], lines[4:6], strict=True):
         assert early["loss"] == late["loss"], "resumed under the same plan, losses are equal to the bit"
+    proved = json.loads(atoll(folder, "ledger", "run", "--json").stdout)
+    assert proved["proof"] == {"steps": 6, "samples": 24, "epochs": 0, "rest": 24, "rewound": 2}
+    assert proved["about"] | {"sequences": 0} == {"seed": 1, "global_batch": 4, "sequences": 0}
+
+
+def test_a_ledger_with_a_lost_step_names_it(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path)
+    lines = (folder / "run/ledger.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run/ledger.jsonl").write_text("".join([*lines[:2], *lines[3:]]))
+    assert "found step 2 at position 8, expected step 1 at 4" in refusal(atoll(folder, "ledger", "run"))
+    assert "name the folder of a run" in refusal(atoll(folder, "ledger", "nowhere"))
 
 
 def test_a_checkpoint_of_another_job_is_refused(trained: Path, tmp_path: Path) -> None:

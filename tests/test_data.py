@@ -20,7 +20,7 @@ from atoll.errors import DataError
 from atoll.policies.data.order import held_out, permute, samples, samples_at
 from atoll.policies.data.spec import DataSpec, TokenizerSpec
 from atoll.runtime.data.corpus import open_corpus
-from atoll.runtime.data.ledger import IDS_KEPT, Ledger, prove, read_ledger
+from atoll.runtime.data.ledger import IDS_KEPT, About, Ledger, about, prove, read_ledger
 from atoll.runtime.data.packed import Packed, PackedBatches, compare, open_packed, prepare
 from atoll.runtime.data.tokenizer import END, Tokenizer, byte_level, load_tokenizer, make_tokenizer, train_bpe
 
@@ -435,7 +435,7 @@ def test_a_given_tokenizer_is_used(tmp_path: Path, bpe: Tokenizer) -> None:
 
 
 def _run(path: Path, first: int, last: int, *, batch: int, total: int, seed: int = 5) -> None:
-    with Ledger(path, next_step=first) as ledger:
+    with Ledger(path, About(seed=seed, global_batch=batch, sequences=total), next_step=first) as ledger:
         for step in range(first, last):
             ledger.record(step, step * batch, samples(seed, step, batch, total))
 
@@ -450,7 +450,7 @@ def test_ledger_proves_every_id_once_per_epoch_over_resumes(tmp_path_factory: py
         first = min(stop, done)
         _run(path, first, max(first, stop), batch=batch, total=total)
         done = max(first, stop)
-    proof = prove(path, seed=5, global_batch=batch, total=total)
+    proof = prove(path)
     assert (proof.steps, proof.samples) == (12, 12 * batch)
     assert (proof.epochs, proof.rest) == divmod(12 * batch, total)
 
@@ -459,9 +459,10 @@ def test_ledger_of_large_steps_keeps_digests(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     _run(path, 0, 3, batch=IDS_KEPT + 1, total=700)
     assert read_ledger(path)[0][0].ids is None
-    assert prove(path, seed=5, global_batch=IDS_KEPT + 1, total=700).steps == 3
+    assert prove(path).steps == 3
+    path.write_text(path.read_text().replace('"seed":5', '"seed":6'))
     with pytest.raises(DataError, match="seed 6"):
-        prove(path, seed=6, global_batch=IDS_KEPT + 1, total=700)
+        prove(path)
 
 
 def test_ledger_sees_what_is_wrong(tmp_path: Path) -> None:
@@ -472,15 +473,19 @@ def test_ledger_sees_what_is_wrong(tmp_path: Path) -> None:
     def wrong(changed: list[str], message: str) -> None:
         path.write_text("".join(changed))
         with pytest.raises(DataError, match=message):
-            prove(path, seed=5, global_batch=5, total=20)
+            prove(path)
 
-    wrong(lines[:2] + lines[3:], "found step 3 at position 15, expected step 2")
+    said, *lines = lines
+    assert about(path) == About(seed=5, global_batch=5, sequences=20)
+    wrong(lines, "line 1: expected what the ledger is about")
+    wrong([said, *lines[:2], *lines[3:]], "found step 3 at position 15, expected step 2")
     first = json.loads(lines[0])
     first["ids"][0], first["ids"][1] = first["ids"][1], first["ids"][0]
-    wrong([json.dumps(first) + "\n", *lines[1:]], "line 1: step 0: the ids do not match")
+    wrong([said, json.dumps(first) + "\n", *lines[1:]], "line 2: step 0: the ids do not match")
     again = json.loads(lines[0]) | {"step": 1, "first": 5}
-    wrong([lines[0], json.dumps(again) + "\n", *lines[2:]], "came twice in epoch 0")
+    wrong([said, lines[0], json.dumps(again) + "\n", *lines[2:]], "came twice in epoch 0")
     wrong(["not json\n", *lines[1:]], "line 1")
+    wrong([said, "not json\n", *lines[1:]], "line 2")
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
@@ -489,5 +494,5 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
     assert len(read_ledger(path)[0]) == 3
     _run(path, 2, 6, batch=5, total=20)
-    proof = prove(path, seed=5, global_batch=5, total=20)
+    proof = prove(path)
     assert proof.steps == 6 and proof.rewound == 1

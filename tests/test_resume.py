@@ -23,7 +23,7 @@ from atoll.runtime.capture.weights import initialise
 from atoll.runtime.checkpoint.shards import write_shard
 from atoll.runtime.checkpoint.state import restore_worker, worker_tensors
 from atoll.runtime.checkpoint.store import Facts, finish, job_facts, open_latest
-from atoll.runtime.data.ledger import Ledger, prove
+from atoll.runtime.data.ledger import About, Ledger, prove
 from atoll.runtime.data.packed import PackedBatches, prepare
 from atoll.runtime.export import export
 
@@ -181,10 +181,10 @@ def test_without_the_moments_the_curve_would_differ(tmp_path: Path, batches: Pac
 def test_a_stopped_run_uses_each_sample_once(tmp_path: Path, batches: PackedBatches) -> None:
     path = tmp_path / "ledger.jsonl"
     for first, last in ((0, 7), (4, 60)):  # stopped after 7 steps, resumed from the checkpoint of step 4
-        with Ledger(path, next_step=first) as ledger:
+        with Ledger(path, About(seed=3, global_batch=BATCH, sequences=batches.sequences("train")), next_step=first) as ledger:
             for step in range(first, last):
                 ledger.record(step, step * BATCH, batches.ids("train", step, 0, BATCH))
-    proof = prove(path, seed=3, global_batch=BATCH, total=batches.sequences("train"))
+    proof = prove(path)
     assert proof.steps == 60 and proof.rewound == 3 and proof.epochs >= 1
 
 

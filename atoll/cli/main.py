@@ -1,7 +1,7 @@
 """``atoll``: one verb a file. Errors of Atoll are one sentence and an exit code; anything else is a bug and shows its trace.
 
 Exit codes: 0 done, 1 failed, 2 a wrong document, option, model or corpus, 3 no plan, 4 no such checkpoint, 5 this machine lacks
-something (disk, port, right), 6 a worker was lost, 130 interrupted.
+something (disk, port, right), 6 a worker was lost, 7 membership cannot be told, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import typer
 
-from atoll.cli import generate, lab, plan, probe, report, simulate, train
+from atoll.cli import generate, lab, ledger, plan, probe, report, simulate, train
 from atoll.cli.common import complain
 from atoll.errors import AtollError, DocumentError, InterruptError, WorkplaceError
 
@@ -30,6 +30,7 @@ app.command("worker")(train.worker)
 app.command("generate")(generate.generate_command)
 app.command("export")(generate.export_command)
 app.command("report")(report.report)
+app.command("ledger")(ledger.ledger)
 app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lab.lab)
 app.command("doctor")(probe.doctor)
 

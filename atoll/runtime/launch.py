@@ -24,7 +24,7 @@ from atoll.runtime.assembly import DataNote, programs_of
 from atoll.runtime.checkpoint.shards import ShardEntry
 from atoll.runtime.checkpoint.store import Checkpoint, Facts, clean, finish, job_facts, open_latest
 from atoll.runtime.checkpoint.trained import CHECKPOINTS, TOKENIZER
-from atoll.runtime.data.ledger import Ledger
+from atoll.runtime.data.ledger import About, Ledger
 from atoll.runtime.data.packed import Packed, PackedBatches
 from atoll.runtime.driver import RunResult, drive
 from atoll.runtime.events import Evaluated, RunEvent, StepEnded
@@ -87,7 +87,8 @@ class _Books:
         self.first_step = 0 if resume is None else resume.facts.step
         self._updates = 0 if resume is None else resume.facts.updates
         self._tokens = 0 if resume is None else resume.facts.tokens
-        self._ledger = Ledger(folder / LEDGER, next_step=self.first_step)
+        about = About(seed=job.seed, global_batch=job.global_batch, sequences=self._batches.sequences("train"))
+        self._ledger = Ledger(folder / LEDGER, about, next_step=self.first_step)
         self._time_ns = 0
         if resume is None:
             (folder / METRICS).unlink(missing_ok=True)

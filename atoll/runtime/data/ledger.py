@@ -3,7 +3,7 @@
 A line is ``{"step", "first", "digest", "ids"}``: position of the step's first sample in the training stream, a digest
 of its ids and the ids themselves (null beyond ``IDS_KEPT``: they follow from the order, the digest proves it). A run
 that resumes writes ``{"rewound_to": step}``: later lines of steps from there on replace the earlier ones, which stay
-to be seen as work that was lost.
+to be seen as work that was lost. The first line says of what: ``{"seed", "global_batch", "sequences"}``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from atoll.errors import DataError
+from atoll.errors import DataError, DocumentError
 from atoll.policies.data.order import samples
-from atoll.records import Record
+from atoll.records import Record, from_plain, to_plain
 
-__all__ = ["IDS_KEPT", "Entry", "Ledger", "Proof", "ids_digest", "prove", "read_ledger"]
+__all__ = ["IDS_KEPT", "About", "Entry", "Ledger", "Proof", "about", "ids_digest", "prove",
+           "read_ledger"]
 
 IDS_KEPT = 1024
+
+
+class About(Record):
+    """What the order of a run's samples follows from; ``sequences``: how many the training split has."""
+
+    seed: int
+    global_batch: int
+    sequences: int
 
 
 class Entry(Record):
@@ -51,7 +60,7 @@ class Ledger:
     """Appends steps. Every line reaches the operating system at once (a killed process loses none) and the disk every
     ``sync_every`` lines and on ``sync`` (call it with each checkpoint: a resumed run then misses none either)."""
 
-    def __init__(self, path: str | os.PathLike[str], *, next_step: int = 0, sync_every: int = 64) -> None:
+    def __init__(self, path: str | os.PathLike[str], about: About, *, next_step: int = 0, sync_every: int = 64) -> None:
         self.path = Path(path)
         self._sync_every = sync_every
         self._unsynced = 0
@@ -61,8 +70,7 @@ class Ledger:
         self._file = open(self.path, "r+b" if existing else "w+b")  # noqa: SIM115 (held until close)
         self._file.truncate(len(whole))  # a line that a crash cut short was never part of the ledger
         self._file.seek(len(whole))
-        if whole:
-            self._write({"rewound_to": next_step})
+        self._write({"rewound_to": next_step} if whole else to_plain(about))
 
     def record(self, step: int, first: int, ids: Sequence[int]) -> None:
         kept = list(ids) if len(ids) <= IDS_KEPT else None
@@ -100,6 +108,8 @@ def read_ledger(path: str | os.PathLike[str]) -> tuple[tuple[Entry, ...], int]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last line end was cut short
         try:
             plain = json.loads(line)
+            if number == 1 and "sequences" in plain:
+                continue
             if "rewound_to" in plain:
                 kept = [entry for entry in entries if entry.step < plain["rewound_to"]]
                 rewound += len(entries) - len(kept)
@@ -116,12 +126,25 @@ def read_ledger(path: str | os.PathLike[str]) -> tuple[tuple[Entry, ...], int]:
     return tuple(entries), rewound
 
 
-def prove(path: str | os.PathLike[str], *, seed: int, global_batch: int, total: int) -> Proof:
-    """Prove from the ledger that the run used each of ``total`` sequences exactly once per epoch, in order of steps.
+def about(path: str | os.PathLike[str]) -> About:
+    """The first line. Raises ``DataError`` when it is none, ``FileNotFoundError``."""
+    with open(path, "rb") as file:
+        line = file.readline()
+    try:
+        return from_plain(json.loads(line), About, source=f"{path} line 1")
+    except (ValueError, DocumentError):
+        raise DataError(f"{path} line 1: expected what the ledger is about (seed, global_batch, sequences), found "
+                        f"{line[:60].decode(errors='replace')!r}") from None
+
+
+def prove(path: str | os.PathLike[str]) -> Proof:
+    """Prove from the ledger that the run used each of its sequences exactly once per epoch, in order of steps.
 
     Ids in the ledger are counted as they stand; where only a digest was kept, the ids that (seed, step) give are
     counted after they matched it. Raises ``DataError`` naming the step and what is wrong.
     """
+    said = about(path)
+    seed, global_batch, total = said.seed, said.global_batch, said.sequences
     entries, rewound = read_ledger(path)
     seen: Counter[tuple[int, int]] = Counter()
     position = 0
