@@ -21,7 +21,7 @@ from atoll.plan.job import Job
 from atoll.plan.plan import Plan, ReplicaPlan, StagePlacement
 from atoll.records import from_plain
 from atoll.runtime.capture.stage import capture
-from atoll.runtime.data.ledger import prove
+from atoll.runtime.data.ledger import about, prove
 from atoll.runtime.data.packed import Packed, prepare
 from atoll.runtime.driver import RunResult, drive
 from atoll.runtime.events import Came, RunEvent, Saved, StepEnded, Waiting
@@ -175,5 +175,5 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     last = find_checkpoint(tmp_path / "run", wanted, packed)
     assert (last.facts.step, last.facts.updates, last.problem()) == (8, 8, None)
     assert (tmp_path / "b1" / "checkpoints" / "step-00000003" / "manifest.json").is_file()  # fetched, not found
-    assert prove(tmp_path / "run" / "ledger.jsonl", seed=wanted.seed, global_batch=wanted.global_batch,
-                 total=packed.sequences("train", wanted.sequence_length)).steps == 8
+    assert about(tmp_path / "run" / "ledger.jsonl").sequences == packed.sequences("train", wanted.sequence_length)
+    assert prove(tmp_path / "run" / "ledger.jsonl").steps == 8
